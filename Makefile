@@ -1,0 +1,46 @@
+# make run    sets up an environment if there is none and trains a classifier on real digits
+# make test   sets up and runs all tests
+# make lint   ruff and mypy
+# TORCH=...   choose your own torch build, e.g. make run TORCH="torch==2.11.0"
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+ifdef TORCH
+TORCH_INSTALL := $(TORCH)
+PINS :=
+else
+TORCH_INSTALL := -c constraints.txt torch
+PINS := -c constraints.txt
+endif
+
+.PHONY: run test lint types env bench-env clean
+
+run: $(BIN)/.ready
+	$(BIN)/python examples/digits.py
+
+test: $(BIN)/.ready
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(BIN)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(BIN)/.ready
+	$(BIN)/mypy
+
+env: $(BIN)/.ready
+
+# torch goes first and alone, so that no later package's range picks another build of it
+$(BIN)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q $(TORCH_INSTALL)
+	$(PIP) install -q $(PINS) -e ".[dev,track]"
+	touch $@
+
+bench-env: $(BIN)/.ready
+	$(PIP) install -q $(PINS) accelerate==1.15.0 lightning-fabric==2.6.6
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache runs

@@ -1,0 +1,165 @@
+"""Which process of how many this is, and how the processes talk beside the training stream."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hotloop.errors import ProcessError
+
+__all__ = ["Processes", "find_processes"]
+
+
+@dataclass
+class Processes:
+    """This process among those of the run.
+
+    Attributes:
+        rank: number of this process, 0 to world - 1.
+        world: how many processes there are in the run.
+        local_rank: number of this process among those of its node.
+        local_world: how many processes this node has.
+        backend: name of the torch.distributed backend of the default group; None for a single process.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    backend: str | None = None
+    _side: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that prints, records and writes checkpoints."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """True in one process of each node."""
+        return self.local_rank == 0
+
+    def side_group(self, name: str) -> Any:
+        """A gloo group over all ranks, for host-side agreement that never touches the training stream.
+
+        Creating one is collective: every rank must ask for the same names in the same order. One name is
+        one group; threads that talk concurrently need groups of their own. None for a single process.
+        """
+        if self.world == 1:
+            return None
+        if name not in self._side:
+            import torch.distributed as dist
+
+            self._side[name] = dist.new_group(backend="gloo")
+        return self._side[name]
+
+    def broadcast_object(self, value: Any, *, group: Any = None, source: int = 0) -> Any:
+        """`value` of rank `source`, on every rank; pickled, on `group` (default: the "objects" side group)."""
+        if self.world == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=group or self.side_group("objects"))
+        return box[0]
+
+    def gather_object(self, value: Any, *, group: Any = None) -> list[Any]:
+        """The `value` of every rank, in rank order, on every rank."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as dist
+
+        box: list[Any] = [None] * self.world
+        dist.all_gather_object(box, value, group=group or self.side_group("objects"))
+        return box
+
+    def barrier(self, *, group: Any = None) -> None:
+        """Return once every rank has arrived."""
+        if self.world > 1:
+            import torch.distributed as dist
+
+            dist.barrier(group=group or self.side_group("objects"))
+
+
+def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Processes:
+    """The processes of this run, from torch.distributed if it is up, else from the environment.
+
+    `torchrun`, `hotloop launch` and Slurm's `srun` are understood; with none of them it is one process.
+    Starts torch.distributed if there are several and it is not running: NCCL for "cuda", gloo otherwise.
+
+    Raises:
+        ProcessError: the environment names a rank without a world, or one outside it.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        backend = dist.get_backend() if world > 1 else None
+        return Processes(
+            rank,
+            world,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            backend,
+        )
+    found = _from_environment()
+    if found.world == 1:
+        return found
+    found.backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device_type, "gloo")
+    device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
+    dist.init_process_group(
+        found.backend,
+        rank=found.rank,
+        world_size=found.world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device_id,
+    )
+    atexit.register(_shut_down)
+    return found
+
+
+def _from_environment() -> Processes:
+    """Rank and world as torchrun's variables give them, else as Slurm's do."""
+    env = os.environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            missing = "RANK" if "RANK" not in env else "WORLD_SIZE"
+            raise ProcessError(
+                f"the environment has one of RANK and WORLD_SIZE but not {missing}; start the script with "
+                "`hotloop launch` or torchrun, or unset both to run one process"
+            )
+        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local_rank, local_world = int(env.get(names[2], rank)), int(env.get(names[3], world))
+    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+        local_rank = int(env.get("SLURM_LOCALID", "0"))
+        local_world = int(env.get("SLURM_NTASKS_PER_NODE", "1").split("(")[0])
+        env.setdefault("MASTER_ADDR", _first_slurm_host(env.get("SLURM_STEP_NODELIST", "localhost")))
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    else:
+        return Processes()
+    if not 0 <= rank < world:
+        raise ProcessError(f"rank {rank} is not in 0..{world - 1}: RANK and WORLD_SIZE contradict each other")
+    return Processes(rank, world, local_rank, local_world)
+
+
+def _first_slurm_host(nodes: str) -> str:
+    """First host of a Slurm node list such as `gpu[003-006,9],login1`."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def _shut_down() -> None:
+    """Close the process group at exit, so that peers see an orderly end instead of a lost connection."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,1 +1,5 @@
-""""""
+"""The `hotloop` command: one thin module per verb."""
+
+from hotloop.cli.command import main
+
+__all__ = ["main"]

@@ -14,6 +14,8 @@ from hotloop.errors import ProcessError
 
 __all__ = ["Processes", "find_processes"]
 
+_KNOWN: dict[tuple[int, int, int], Processes] = {}
+
 
 @dataclass
 class Processes:
@@ -98,15 +100,7 @@ def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Pr
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-        backend = dist.get_backend() if world > 1 else None
-        return Processes(
-            rank,
-            world,
-            int(os.environ.get("LOCAL_RANK", rank)),
-            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-            backend,
-        )
+        return _from_group()
     found = _from_environment()
     if found.world == 1:
         return found
@@ -120,7 +114,25 @@ def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Pr
         device_id=device_id,
     )
     atexit.register(_shut_down)
-    return found
+    return _from_group()
+
+
+def _from_group() -> Processes:
+    """The processes of torch.distributed's default group: one object for one group, with its side groups."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    key = (id(dist.group.WORLD), rank, world)
+    if key not in _KNOWN:
+        _KNOWN.clear()
+        _KNOWN[key] = Processes(
+            rank,
+            world,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            dist.get_backend() if world > 1 else None,
+        )
+    return _KNOWN[key]
 
 
 def _from_environment() -> Processes:

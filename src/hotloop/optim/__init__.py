@@ -1,1 +1,16 @@
-""""""
+"""Optimizers: gradients, clipping, refused updates, schedules run ahead."""
+
+from hotloop.optim.gradients import clip_coefficient, gradients_of, total_norm
+from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
+from hotloop.optim.skipping import MaskedStep, choose_route, prefer_fused
+
+__all__ = [
+    "MaskedStep",
+    "ShadowSchedule",
+    "choose_route",
+    "clip_coefficient",
+    "gradients_of",
+    "is_metric_driven",
+    "prefer_fused",
+    "total_norm",
+]

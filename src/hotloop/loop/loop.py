@@ -1,0 +1,529 @@
+"""`Loop`: the lines that a plain PyTorch training loop changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hotloop.errors import CheckpointError, NonFiniteError, PrepareError
+from hotloop.hardware.devices import find_device
+from hotloop.hardware.processes import find_processes
+from hotloop.loop.every import Every
+from hotloop.loop.faults import Faults
+from hotloop.loop.modules import binding_of
+from hotloop.loop.preparing import Preparer
+from hotloop.loop.saving import Position, Saver
+from hotloop.loop.session import Session
+from hotloop.loop.signals import StopSignals
+from hotloop.loop.updates import updates_of
+from hotloop.loop.window import Weight, Window
+from hotloop.metrics import Sink
+from hotloop.nested import map_tensors
+from hotloop.optim import gradients_of, total_norm
+from hotloop.parallel import collectives
+from hotloop.parallel.plan import Plan
+from hotloop.precision import autocast_context, find_precision
+from hotloop.seeds import seed_everything
+from hotloop.settings import find_settings
+from hotloop.state import HostState, LossScale, ResidentState
+
+__all__ = ["Loop", "make_state"]
+
+StrPath = str | os.PathLike[str]
+
+
+class Loop:
+    """Your own training loop on whatever hardware is there.
+
+    Args:
+        precision: "fp32", "tf32", "bf16" or "fp16".
+        accumulation: micro-batches per update, counted in batches of the loader that feeds training.
+        nonfinite: what a non-finite loss or gradient does: "stop", "skip" (the update is not made, buffers are put
+            back, it is counted) or "ignore".
+        parallel: how a model is spread over processes.
+        seed: seeds python, numpy and torch; None leaves them as they are.
+        config: what this run is, for its record: a dict, an argparse.Namespace, a dataclass.
+        record: False to keep no record, or the folder for it; default a new one under `runs/`.
+        settings: a TOML file of settings.
+        device: "cpu", "cuda", "cuda:1"…; default what is found.
+        trackers: further sinks for logged values, such as `hotloop.metrics.TensorBoard`.
+
+    Arguments left at None come from HOTLOOP_<NAME>, the settings file, or the default: fp32, no accumulation,
+    stop at the first non-finite loss.
+
+    Raises:
+        SettingError: an unknown setting or value.
+        PrecisionError: the device does not compute in that precision.
+
+    >>> import torch
+    >>> loop = Loop(record=False, device="cpu")
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = loop.prepare(model, optimizer)
+    >>> loss = model(torch.ones(4, 2)).square().mean()
+    >>> loop.backward(loss)
+    >>> optimizer.step(); optimizer.zero_grad()
+    >>> loop.updates
+    1
+    """
+
+    def __init__(
+        self,
+        precision: str | None = None,
+        *,
+        accumulation: int | None = None,
+        nonfinite: str | None = None,
+        parallel: Plan | None = None,
+        seed: int | None = None,
+        config: Any = None,
+        record: bool | StrPath | None = None,
+        settings: StrPath | None = None,
+        device: str | torch.device | None = None,
+        trackers: Sequence[Sink] = (),
+    ) -> None:
+        given = {
+            "precision": precision,
+            "accumulation": accumulation,
+            "nonfinite": nonfinite,
+            "seed": seed,
+            "record": record,
+            "device": device,
+        }
+        self.settings = find_settings(given, settings)
+        self.device = find_device(self.settings["device"], local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        self.processes = find_processes(self.device.type)
+        self.precision = find_precision(self.settings["precision"], self.device)
+        if self.precision.name == "tf32":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        if self.settings["seed"] is not None:
+            seed_everything(self.settings["seed"])
+        self._state = make_state(self.device, self.settings["nonfinite"], scaled=self.precision.scaled)
+        self._window = Window(self.settings["accumulation"], self.processes, self.device)
+        if isinstance(self._state, ResidentState):
+            self._window.probe = self._state.probe
+        self._plain = self._window.plain and not self.precision.scaled
+        self._watching = self._state.watching
+        self._epoch = -1
+        self._first_epoch = 0
+        self._active = False
+        self._session = Session(
+            device=self.device,
+            processes=self.processes,
+            settings=self.settings,
+            config=config,
+            trackers=trackers,
+            clock=lambda: (self.updates, max(self._epoch, 0)),
+            samples=self._samples_seen,
+        )
+        self._say = self._session.notes.say
+        self._write_row = self._session.log.write
+        self._faults = Faults(self._state, self._window, self.processes.rank, self._session)
+        self._preparer = Preparer(
+            device=self.device,
+            processes=self.processes,
+            precision=self.precision,
+            plan=parallel or Plan(),
+            window=self._window,
+            state=self._state,
+            seed=self.settings["seed"],
+            say=self._say,
+            after_update=self._faults.after,
+            before_batch=self._between_batches,
+        )
+        self._faults.preparer = lambda: self._preparer
+        self._loaders = self._preparer.registry.loaders
+        self._updates = self._preparer.updates
+        self._signals = StopSignals(lambda: self._active or any(x.live for x in self._loaders))
+        self._saver = Saver(
+            self._preparer.registry,
+            window=self._window,
+            state=self._state,
+            processes=self.processes,
+            device=self.device,
+            session=self._session,
+            position=self._position,
+        )
+        if self.device.type in ("xpu", "mps"):
+            self._say(f"running on {self.device}: found through torch.accelerator, not tested by hotloop")
+
+    # ------------------------------------------------------------------------------------------------ preparing
+
+    def prepare(self, *objects: Any) -> Any:
+        """Ready modules, optimizers, loaders and schedulers for this device and these processes.
+
+        They come in any number, order and nesting, and go back in the same: modules, optimizers and schedulers
+        as the very same objects, loaders as a `hotloop.data.Loader`. One object comes back alone.
+
+        Modules are moved to the device and sent from rank 0 to the others; an optimizer comes with or after the
+        modules whose parameters it updates.
+
+        Raises:
+            PrepareError: an object is none of these, or an optimizer's parameters are not on the device.
+            OptimizerError: `nonfinite="skip"` with an optimizer that cannot be skipped on the device.
+        """
+        return self._preparer.prepare(objects)
+
+    def register(self, *objects: Any) -> None:
+        """Save and resume these too: anything with `state_dict` and `load_state_dict`.
+
+        Raises:
+            PrepareError: one has no such methods.
+        """
+        self._preparer.register(objects)
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def backward(self, loss: torch.Tensor, weight: Weight | None = None, **kwargs: Any) -> None:
+        """Backpropagate `loss`, the mean over this micro-batch.
+
+        Args:
+            loss: 0-d tensor.
+            weight: how many samples or tokens the loss is a mean over, a number or a 0-d tensor on the device;
+                default: the batch's samples. With accumulation or several processes each micro-batch counts by its
+                weight, so that N of them give the gradient of the mean over all. On one process without
+                accumulation it has no effect.
+            kwargs: for `torch.Tensor.backward`.
+
+        On one process without accumulation, in fp32 or bf16, `p.grad` holds afterwards what plain PyTorch gives.
+        Otherwise it holds a multiple of that, until `clip_grad_norm_` or the optimizer's step makes it true.
+        """
+        if self._watching:
+            self._state.note_loss(loss)
+        if self._plain:
+            loss.backward(**kwargs)
+            return
+        window = self._window
+        if not window.plain:
+            window.enter()
+            loss = window.weigh(loss, weight)
+            window.loss_bad = getattr(self._state, "loss_bad", False)
+        if isinstance(self._state, ResidentState) and self._state.scale is not None:
+            loss = self._state.scale.apply(loss)
+        loss.backward(**kwargs)
+        if window.replaying:
+            for keeper in self._preparer.keepers:
+                keeper.undo_replay()
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Make the gradients of `parameters` true and clip their joint norm, in one factor.
+
+        Inside an accumulation window it does nothing and returns the norm of what has accumulated. Returns the
+        norm before clipping, 0-d, on the device.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._window.boundary:
+            return total_norm(gradients_of(listed), norm_type)
+        return self._preparer.updates_for(listed).clip(listed, float(max_norm), float(norm_type))
+
+    def update(
+        self, optimizer: Any, scheduler: Any = None, *, max_norm: float | None = None
+    ) -> torch.Tensor | None:
+        """Unscale, clip, skip if non-finite, step, schedule, zero: one update, or nothing inside a window.
+
+        Returns the gradient norm before clipping (0-d, on the device) if `max_norm` is given, else None.
+        """
+        updates = updates_of(optimizer)
+        if updates is None:
+            raise PrepareError(f"update: {type(optimizer).__name__} is not prepared")
+        norm = None
+        if max_norm is not None:
+            norm = self.clip_grad_norm_(updates.parameters(), max_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        return norm
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """One micro-batch, for loops that no prepared loader feeds."""
+        self._window.open_by_hand()
+        try:
+            yield
+        finally:
+            self._window.close_by_hand()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside do not exchange gradients between processes in their backward."""
+        bindings = [b for module in self._preparer.registry.modules if (b := binding_of(module)) is not None]
+        before = [b.hold_sync for b in bindings]
+        for binding in bindings:
+            binding.hold_sync = True
+        try:
+            yield
+        finally:
+            for binding, held in zip(bindings, before, strict=True):
+                binding.hold_sync = held
+
+    def autocast(self) -> torch.autocast:
+        """A context in which operations run in the loop's precision, for code outside a prepared module's call."""
+        return autocast_context(self.device, self.precision.autocast)
+
+    @property
+    def updates(self) -> int:
+        """Updates made or refused so far: those of the optimizer that has most."""
+        mine = self._updates
+        return mine[0].attempted if len(mine) == 1 else max((u.attempted for u in mine), default=0)
+
+    @property
+    def skipped(self) -> int:
+        """Updates refused so far; waits for the device."""
+        return self._state.read()[0] if isinstance(self._state, ResidentState) else self._state.skipped
+
+    # ------------------------------------------------------------------------------------------------ going on
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The numbers of the epochs still to do, up to n: after `resume`, from where it stopped."""
+        self._active = True
+        self._signals.install()
+        self._show_totals(n)
+        try:
+            for epoch in range(self._first_epoch, n):
+                self._epoch, self._first_epoch = epoch, epoch
+                yield epoch
+                self._first_epoch = epoch + 1
+                self._show_totals(n)
+                self._honour_signal()
+            self._faults.settle()
+        finally:
+            self._active = False
+            self._signals.remove()
+            self._session.progress.end()
+
+    def steps(self, n: int) -> Iterator[int]:
+        """The numbers of the updates still to do, up to n: after `resume`, from where it stopped.
+
+        A pass inside an accumulation window repeats the number; a pass that backpropagates nothing counts as a
+        step.
+        """
+        self._active = True
+        self._signals.install()
+        self._session.progress.set_totals(n, None)
+        idle = 0
+        try:
+            while self.updates + idle < n:
+                before = (self.updates, self._pending())
+                yield self.updates + idle
+                idle += before == (self.updates, self._pending())
+                self._honour_signal()
+            self._faults.settle()
+        finally:
+            self._active = False
+            self._signals.remove()
+            self._session.progress.end()
+
+    def _pending(self) -> int:
+        return sum(u.pending for u in self._updates)
+
+    def _show_totals(self, epochs: int) -> None:
+        done = self._first_epoch
+        per_epoch: float | None = None
+        if done and self.updates:
+            per_epoch = self.updates / done
+        elif self._loaders:
+            try:
+                per_epoch = -(-len(self._loaders[0]) // self._window.every)
+            except TypeError:
+                per_epoch = None
+        self._session.progress.set_totals(None if per_epoch is None else round(per_epoch * epochs), epochs)
+
+    def _samples_seen(self) -> int:
+        loaders = self._loaders
+        return sum(x.samples_handed_out for x in loaders if x.with_grad) if loaders else 0
+
+    def _between_batches(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if not self._signals.installed and not self._session.ended:
+            self._signals.install()
+        if self._signals.pending is not None or self._window.agreed[0]:
+            self._honour_signal()
+
+    def _honour_signal(self) -> None:
+        pending = self._signals.pending is not None
+        if self.processes.world > 1:
+            # every rank must leave after the same update: the wish travels with the next sum
+            self._window.flags[0] = pending
+            seen = (
+                self._state.seen().stop if isinstance(self._state, ResidentState) else self._window.agreed[0]
+            )
+            if not seen:
+                return
+        elif not pending:
+            return
+        if not self._window.boundary:
+            return
+        self._saver.save(None, None, None, wait=True)
+        self._session.progress.end()
+        if self.processes.is_main:
+            self.print(f"hotloop: saved update {self.updates} to {self._saver.folder()}; resume from there")
+        self._session.end("interrupted", reason="signal")
+        self._signals.leave()
+
+    # ------------------------------------------------------------------------------------------------ values out
+
+    def log(
+        self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any
+    ) -> None:
+        """Log numbers and one-element tensors by name; never waits for the device.
+
+        They go to the progress line, the record's metrics.jsonl and the trackers. `step` defaults to `updates`.
+        """
+        if values is not None:
+            named = {**values, **named}
+        self._write_row(self.updates if step is None else step, named)
+
+    def mean(self, name: str, value: Any = None, weight: Weight | None = None) -> float | None:
+        """Count `value` into the mean `name`, on the device; without a value, read that mean over all ranks.
+
+        Reading is exact over ranks and resets. What a rank replays to keep the others company is not counted.
+        """
+        if value is None:
+            return self._session.means.read(name)
+        if any(x.is_replay and x.live for x in self._loaders):
+            weight = 0.0
+        self._session.means.add(name, value, weight)
+        return None
+
+    def read(self, value: Any) -> Any:
+        """Tensors of a structure as numbers (one element) or numpy arrays: the one call that waits for the device."""
+        return map_tensors(value, lambda t: t.item() if t.numel() == 1 else t.detach().cpu().numpy())
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, in one process only, beside the progress line."""
+        if self.processes.is_main:
+            self._session.progress.print(*args, **kwargs)
+
+    # ------------------------------------------------------------------------------------------------ processes
+
+    @property
+    def is_main_process(self) -> bool:
+        """True in the one process that prints, records and saves."""
+        return self.processes.is_main
+
+    def wait_for_everyone(self) -> None:
+        """Return once every process has arrived here."""
+        self.processes.barrier()
+
+    def gather(self, data: Any) -> Any:
+        """Tensors of all ranks concatenated along dim 0, in rank order; ranks may differ in its length."""
+        return collectives.gather(data, self.processes, uneven=True)
+
+    def gather_for_metrics(self, data: Any) -> Any:
+        """`gather` without what a rank replayed to keep the others company."""
+        if self.processes.world > 1 and any(x.is_replay and x.live for x in self._loaders):
+            data = map_tensors(data, lambda t: t[:0])
+        return collectives.gather(data, self.processes, uneven=True)
+
+    def reduce(self, data: Any, how: str = "sum") -> Any:
+        """Tensors reduced elementwise over ranks: "sum", "mean", "max" or "min"."""
+        return collectives.reduce(data, self.processes, how)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def save_state(
+        self,
+        path: StrPath | None = None,
+        *,
+        every: str | Every | None = None,
+        keep: int | None = None,
+        wait: bool = False,
+    ) -> bool:
+        """Save everything needed to go on exactly here, atomically; True if it was due. Every rank calls it.
+
+        Args:
+            path: a folder; default the one given last, else the run's.
+            every: only this often: "500 updates", "10 minutes", "1 epoch".
+            keep: how many checkpoints to keep there, default 1.
+            wait: return when it is on disk; by default it is written beside training.
+
+        Raises:
+            CheckpointError: this save, or the one before, failed; earlier checkpoints are untouched.
+        """
+        return self._saver.save(path, every, keep, wait)
+
+    def resume(self, path: StrPath) -> bool:
+        """Go on from the newest whole checkpoint in `path`; False if there is none. After `prepare`.
+
+        Raises:
+            CheckpointError: it is damaged, foreign, or of other objects; names file and fault.
+        """
+        position = self._saver.resume(path)
+        if position is None:
+            return False
+        self._epoch = position.epoch
+        self._first_epoch = position.epoch if position.in_epoch else position.epoch + 1
+        self._say(f"resumed update {position.updates} from {self._saver.folder()}")
+        return True
+
+    def load_state(self, path: StrPath) -> None:
+        """`resume`, but a missing checkpoint is an error.
+
+        Raises:
+            CheckpointError: there is none, or as in `resume`.
+        """
+        if not self.resume(path):
+            raise CheckpointError(f"{path}: there is no checkpoint here")
+
+    def _position(self) -> Position:
+        loader = self._preparer.training_loader()
+        return Position(self._epoch, self.updates, loader is not None and loader.live)
+
+    def explain(self) -> str:
+        """What this loop does and decided by itself, as a text of a few lines."""
+        lines = [
+            f"device     {self.device}",
+            f"processes  {self.processes.world} (this is {self.processes.rank})",
+            f"precision  {self.precision.name}",
+            f"window     {self._window.every} micro-batch(es) an update",
+            f"nonfinite  {self._state.nonfinite}",
+        ]
+        lines += [
+            f"{name:10} from {source}"
+            for name, source in self.settings.sources.items()
+            if source != "default"
+        ]
+        lines += [f"record     {self._session.folder}"] if self._session.folder else []
+        return "\n".join(lines + [f"- {note}" for note in self._session.notes.lines])
+
+    def end_training(self) -> None:
+        """Write out everything: saves in flight, logged values, the record. The loop is over."""
+        self._finish("finished", None)
+
+    def _finish(self, status: str, error: BaseException | None) -> None:
+        self._signals.remove()
+        try:
+            if error is None:
+                self._faults.settle()
+            self._saver.wait()
+        finally:
+            self._session.end(status, error)
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._finish("finished", None)
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            self._finish("interrupted", error)
+        else:
+            self._finish("stopped" if isinstance(error, NonFiniteError) else "failed", error)
+
+
+def make_state(device: torch.device, nonfinite: str, *, scaled: bool) -> HostState | ResidentState:
+    """The step's state for `device`: on it, unless it is the host itself."""
+    if device.type == "cpu" and not scaled:
+        return HostState(nonfinite)
+    return ResidentState(device, nonfinite, scale=LossScale(device) if scaled else None)

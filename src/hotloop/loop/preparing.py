@@ -1,0 +1,193 @@
+"""What `prepare` does to each kind of object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotloop.data import Loader
+from hotloop.errors import PrepareError
+from hotloop.hardware.processes import Processes
+from hotloop.loop.buffers import BufferKeeper
+from hotloop.loop.modules import Binding, bind_module, binding_of, unbind_module
+from hotloop.loop.prepared import map_objects
+from hotloop.loop.resume import Registry
+from hotloop.loop.schedulers import HostSchedule, ResidentSchedule, bind_scheduler
+from hotloop.loop.updates import HostUpdates, ResidentUpdates, updates_of
+from hotloop.loop.window import Window
+from hotloop.optim import prefer_fused
+from hotloop.parallel.plan import Plan
+from hotloop.parallel.replica import make_replica
+from hotloop.precision import Precision
+from hotloop.state import HostState, ResidentState
+
+__all__ = ["Preparer"]
+
+
+class Preparer:
+    """Binds modules, optimizers, schedulers and loaders to one loop.
+
+    Attributes:
+        registry: everything prepared, in order.
+        updates: the updates of each prepared optimizer, in order.
+        keepers: those of the modules that have buffers to protect.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        processes: Processes,
+        precision: Precision,
+        plan: Plan,
+        window: Window,
+        state: HostState | ResidentState,
+        seed: int | None,
+        say: Callable[[str], None],
+        after_update: Callable[[Any], None],
+        before_batch: Callable[[], None],
+    ) -> None:
+        self.registry = Registry()
+        self.updates: list[HostUpdates | ResidentUpdates] = []
+        self.keepers: list[BufferKeeper] = []
+        self._schedules: dict[int, HostSchedule | ResidentSchedule] = {}
+        self._device = device
+        self._processes = processes
+        self._precision = precision
+        self._plan = plan
+        self._window = window
+        self._state = state
+        self._seed = seed
+        self._say = say
+        self._after_update = after_update
+        self._before_batch = before_batch
+
+    def prepare(self, objects: tuple[Any, ...]) -> Any:
+        """See `Loop.prepare`. Modules first, then optimizers, schedulers, loaders, wherever they stand."""
+        results: Any = objects
+        for kind, act in (
+            ("module", self._module),
+            ("optimizer", self._optimizer),
+            ("scheduler", self._scheduler),
+            ("loader", self._loader),
+        ):
+            # what was a list of batches is a Loader after the last round, so kinds are asked anew in each
+            results = tuple(
+                map_objects(thing, kind, act, f"argument {i + 1}") for i, thing in enumerate(results)
+            )
+        return results[0] if len(objects) == 1 else results
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        binding = binding_of(module)
+        if binding is not None:
+            if binding.window is self._window:
+                return module
+            unbind_module(module)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise PrepareError("prepare takes the plain module, not one wrapped in DistributedDataParallel")
+        if any(module is known for known in self.registry.modules):
+            return module
+        module.to(self._device)
+        keeper = None
+        if (self._state.watching or self._processes.world > 1) and next(module.buffers(), None) is not None:
+            keeper = BufferKeeper(module)
+            self.keepers.append(keeper)
+        replica = make_replica(module, self._device, self._processes, self._plan)
+        binding = Binding(module, self._window, self._device, self._precision.autocast, replica, keeper)
+        if binding.needed:
+            bind_module(module, binding)
+        self.registry.modules.append(module)
+        return module
+
+    def _optimizer(self, optimizer: Any) -> Any:
+        known = updates_of(optimizer)
+        if known is not None:
+            if known in self.updates:
+                return optimizer
+            known.remove()
+        self._check_parameters(optimizer)
+        updates: HostUpdates | ResidentUpdates
+        if isinstance(self._state, ResidentState):
+            if prefer_fused(optimizer):
+                self._say(f"{type(optimizer).__name__} runs fused: it left the implementation to torch")
+            updates = ResidentUpdates(optimizer, self._window, self.keepers, self._state, self._after_update)
+            self._say_route(optimizer, updates.route)
+        else:
+            updates = HostUpdates(optimizer, self._window, self.keepers, self._state, self._after_update)
+        updates.install()
+        self.updates.append(updates)
+        self.registry.optimizers.append(optimizer)
+        return optimizer
+
+    def _check_parameters(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.device != self._device and p.device.type != "meta":
+                    raise PrepareError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} on {p.device}, but "
+                        f"this loop runs on {self._device}: prepare its module in the same call or before"
+                    )
+
+    def _say_route(self, optimizer: Any, route: str) -> None:
+        name = type(optimizer).__name__
+        if route == "masked":
+            self._say(
+                f"{name} is kept from non-finite updates by a copy of its parameters and state each step"
+            )
+        elif route == "none" and self._state.nonfinite == "stop":
+            self._say(
+                f"{name} cannot be stopped on the device: weights may be up to 8 updates past a non-finite one"
+            )
+
+    def _scheduler(self, scheduler: Any) -> Any:
+        if id(scheduler) not in self._schedules:
+            updates = updates_of(getattr(scheduler, "optimizer", None))
+            self._schedules[id(scheduler)] = bind_scheduler(scheduler, updates, self._window)
+            self.registry.schedulers.append(scheduler)
+        return scheduler
+
+    def _loader(self, source: Any) -> Loader:
+        if isinstance(source, Loader):
+            if any(source is known for known in self.registry.loaders):
+                return source
+            source = source.source
+        loader = Loader(source, device=self._device, processes=self._processes, seed=self._seed)
+        loader.before_batch = self._before_batch
+        self._window.watch(loader)
+        self.registry.loaders.append(loader)
+        return loader
+
+    def updates_for(self, parameters: list[torch.Tensor]) -> HostUpdates | ResidentUpdates:
+        """The updates of the first optimizer that holds one of `parameters`.
+
+        Raises:
+            PrepareError: no prepared optimizer does.
+        """
+        if len(self.updates) == 1:
+            return self.updates[0]
+        wanted = {id(p) for p in parameters}
+        for updates in self.updates:
+            if any(id(p) in wanted for p in updates.parameters()):
+                return updates
+        raise PrepareError(
+            "clip_grad_norm_: no prepared optimizer updates these parameters; prepare it first"
+        )
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """See `Loop.register`."""
+        for thing in objects:
+            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+                raise PrepareError(f"register: {type(thing).__name__} has no state_dict and load_state_dict")
+            if not any(thing is known for known in self.registry.registered):
+                self.registry.registered.append(thing)
+
+    def training_loader(self) -> Loader | None:
+        """The loader that feeds training, as far as can be told."""
+        if self._window.feed is not None:
+            feed: Loader = self._window.feed
+            return feed
+        fed = [x for x in self.registry.loaders if x.with_grad and x.handed_out]
+        return next((x for x in fed if x.live), fed[0] if fed else None)

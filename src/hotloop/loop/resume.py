@@ -1,0 +1,219 @@
+"""A run's whole state as a snapshot, and a snapshot put back, so that training goes on as if never broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hotloop.errors import CheckpointError
+from hotloop.loop.checkpoint import Snapshot
+from hotloop.loop.updates import updates_of
+from hotloop.seeds import derive_seed, rng_state, seed_everything, set_rng_state
+
+if TYPE_CHECKING:
+    from hotloop.hardware.processes import Processes
+    from hotloop.loop.window import Window
+    from hotloop.state import HostState, ResidentState
+
+__all__ = ["Registry", "apply_snapshot", "take_snapshot"]
+
+
+@dataclass
+class Registry:
+    """Everything of a run that has a state, in the order it was prepared or registered."""
+
+    modules: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """How many of each there are."""
+        return {name: len(getattr(self, name)) for name in self.__dataclass_fields__}
+
+
+def take_snapshot(
+    registry: Registry,
+    *,
+    window: Window,
+    state: HostState | ResidentState,
+    processes: Processes,
+    device: torch.device,
+    meta: dict[str, Any],
+    means: Any,
+) -> Snapshot:
+    """The state of the run now. Collective over the processes; what differs between ranks is gathered to all."""
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    objects: dict[str, Any] = {}
+    for i, module in enumerate(registry.modules):
+        whole = module.state_dict()
+        tensors[f"module{i}"] = {k: v.detach() for k, v in whole.items() if isinstance(v, torch.Tensor)}
+        extra = {k: v for k, v in whole.items() if not isinstance(v, torch.Tensor)}
+        if extra:
+            objects[f"module{i}"] = extra
+    for i, optimizer in enumerate(registry.optimizers):
+        updates = updates_of(optimizer)
+        counts = {} if updates is None else {"attempted": updates.attempted, "pending": updates.pending}
+        if updates is not None and hasattr(updates, "applied"):
+            counts["applied"] = updates.applied
+        objects[f"optimizer{i}"] = {"state": _with_plain_rates(optimizer.state_dict()), "counts": counts}
+    for i, scheduler in enumerate(registry.schedulers):
+        objects[f"scheduler{i}"] = scheduler.state_dict()
+    for i, thing in enumerate(registry.registered):
+        objects[f"registered{i}"] = thing.state_dict()
+    mine = {
+        "rng": rng_state(device),
+        "loaders": [loader.state_dict() for loader in registry.loaders],
+        "gradients": _waiting_gradients(registry, window),
+        "means": means.state_dict(),
+    }
+    objects["ranks"] = processes.gather_object(mine)
+    objects["window"] = window.state_dict()
+    objects["state"] = _state_of(state)
+    return Snapshot(
+        step=meta["updates"],
+        tensors=tensors,
+        objects=objects,
+        meta=meta | {"world": processes.world, "counts": registry.counts()},
+    )
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict with learning rates as numbers, not as views into a table on the device."""
+    groups = [
+        {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        for group in state["param_groups"]
+    ]
+    return {**state, "param_groups": groups}
+
+
+def _waiting_gradients(registry: Registry, window: Window) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a window that is not complete yet; nothing between two windows."""
+    if window.boundary:
+        return []
+    return [
+        {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
+        for module in registry.modules
+    ]
+
+
+def _state_of(state: HostState | ResidentState) -> dict[str, Any]:
+    if not state.resident:
+        return {"skipped": state.skipped}  # type: ignore[union-attr]
+    found: dict[str, Any] = {"skipped": state.read()[0], "bad": state.read()[1]}  # type: ignore[union-attr]
+    if state.scale is not None:  # type: ignore[union-attr]
+        found["scale"] = state.scale.state_dict()  # type: ignore[union-attr]
+    return found
+
+
+def apply_snapshot(
+    snapshot: Snapshot,
+    registry: Registry,
+    *,
+    folder: Any,
+    window: Window,
+    state: HostState | ResidentState,
+    processes: Processes,
+    device: torch.device,
+    means: Any,
+) -> None:
+    """Put a snapshot back into the prepared objects.
+
+    With another number of ranks, loaders keep the global order of the data; random streams of ranks that did
+    not exist are derived from rank 0's.
+
+    Raises:
+        CheckpointError: the snapshot is of other objects than those prepared; names folder and difference.
+    """
+    expected, found = registry.counts(), snapshot.meta.get("counts", {})
+    if "counts" not in snapshot.meta or "ranks" not in snapshot.objects:
+        raise CheckpointError(f"{folder}: this checkpoint was not written by Loop.save_state")
+    if expected != found:
+        raise CheckpointError(
+            f"{folder}: the checkpoint holds {_count_text(found)}, but {_count_text(expected)} are prepared; prepare "
+            "and register the same objects in the same order before resume"
+        )
+    _load_each(folder, "module", registry.modules, lambda i, m: m.load_state_dict(_module_state(snapshot, i)))
+    _load_each(
+        folder,
+        "optimizer",
+        registry.optimizers,
+        lambda i, o: _load_optimizer(o, snapshot.objects[f"optimizer{i}"]),
+    )
+    _load_each(
+        folder,
+        "scheduler",
+        registry.schedulers,
+        lambda i, s: s.load_state_dict(snapshot.objects[f"scheduler{i}"]),
+    )
+    _load_each(
+        folder,
+        "registered object",
+        registry.registered,
+        lambda i, r: r.load_state_dict(snapshot.objects[f"registered{i}"]),
+    )
+    ranks = snapshot.objects["ranks"]
+    mine = ranks[processes.rank] if processes.rank < len(ranks) else ranks[0]
+    _load_each(folder, "loader", registry.loaders, lambda i, x: x.load_state_dict(mine["loaders"][i]))
+    window.load_state_dict(snapshot.objects["window"])
+    if len(ranks) == processes.world:
+        means.load_state_dict(mine["means"])
+        _put_gradients(registry, mine["gradients"])
+    _load_state(state, snapshot.objects["state"])
+    if processes.rank < len(ranks):
+        set_rng_state(mine["rng"], device)
+    else:
+        set_rng_state(mine["rng"], None)
+        seed_everything(derive_seed(torch.initial_seed(), "rank", processes.rank, snapshot.step))
+
+
+def _count_text(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "nothing"
+
+
+def _module_state(snapshot: Snapshot, i: int) -> dict[str, Any]:
+    return {**snapshot.tensors.get(f"module{i}", {}), **snapshot.objects.get(f"module{i}", {})}
+
+
+def _load_each(folder: Any, what: str, things: Sequence[Any], load: Any) -> None:
+    for i, thing in enumerate(things):
+        try:
+            load(i, thing)
+        except (KeyError, RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise CheckpointError(
+                f"{folder}: {what} number {i} ({type(thing).__name__}) does not fit the checkpoint: {error}"
+            ) from error
+
+
+def _load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+    fused = [group.get("fused") for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved["state"])
+    for group, mine in zip(optimizer.param_groups, fused, strict=True):
+        # which kernel computes is a matter of this machine, not of the saved one
+        if "fused" in group:
+            group["fused"] = mine
+    updates = updates_of(optimizer)
+    if updates is not None:
+        for name, value in saved["counts"].items():
+            if hasattr(updates, name):
+                setattr(updates, name, value)
+
+
+def _put_gradients(registry: Registry, gradients: list[dict[str, torch.Tensor]]) -> None:
+    for module, saved in zip(registry.modules, gradients, strict=False):
+        for name, p in module.named_parameters():
+            p.grad = saved[name].to(p.device, p.dtype) if name in saved else None
+
+
+def _load_state(state: HostState | ResidentState, saved: dict[str, Any]) -> None:
+    if not state.resident:
+        state.skipped = saved["skipped"]  # type: ignore[union-attr]
+        return
+    state.counts[0].fill_(saved["skipped"])  # type: ignore[union-attr]
+    state.counts[1].fill_(saved.get("bad", 0))  # type: ignore[union-attr]
+    if state.scale is not None and "scale" in saved:  # type: ignore[union-attr]
+        state.scale.load_state_dict(saved["scale"])  # type: ignore[union-attr]

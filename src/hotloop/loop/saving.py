@@ -1,0 +1,169 @@
+"""Saving and resuming: when, where to, and what "where training is" means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotloop.errors import PrepareError
+from hotloop.hardware.processes import Processes
+from hotloop.loop.checkpoint import Checkpoints
+from hotloop.loop.every import Due, Every
+from hotloop.loop.resume import Registry, apply_snapshot, take_snapshot
+from hotloop.loop.session import Session
+from hotloop.loop.window import Window
+from hotloop.state import HostState, ResidentState
+
+__all__ = ["Position", "Saver"]
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass
+class Position:
+    """How far training is.
+
+    Attributes:
+        epoch: the epoch begun last, from 0; -1 before the first.
+        updates: updates made or refused.
+        in_epoch: the training loader had not ended that epoch.
+    """
+
+    epoch: int = -1
+    updates: int = 0
+    in_epoch: bool = False
+
+
+class Saver:
+    """Writes and reads the checkpoints of one Loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        window: Window,
+        state: HostState | ResidentState,
+        processes: Processes,
+        device: torch.device,
+        session: Session,
+        position: Callable[[], Position],
+    ) -> None:
+        self._registry = registry
+        self._window = window
+        self._state = state
+        self._processes = processes
+        self._device = device
+        self._session = session
+        self._position = position
+        self._checkpoints = Checkpoints()
+        self._due: dict[str, Due] = {}
+        self._handled = -1
+        self.path: Path | None = None
+        self.keep = 1
+
+    def save(self, path: StrPath | None, every: str | Every | None, keep: int | None, wait: bool) -> bool:
+        """Save to `path` if it is due; True if so. Collective over the processes."""
+        if path is not None:
+            self.path = Path(path).expanduser()
+        if keep is not None:
+            self.keep = keep
+        target = self.folder()
+        if every is not None and not self._is_due(target, Every.parse(every)):
+            return False
+        self._write(target, wait)
+        return True
+
+    def folder(self) -> Path:
+        """Where checkpoints go: the path last given, else the run's folder."""
+        if self.path is not None:
+            return self.path
+        base = self._session.folder
+        return base / "checkpoint" if base is not None else Path("checkpoint")
+
+    def _is_due(self, target: Path, every: Every) -> bool:
+        position = self._position()
+        now = {"updates": position.updates, "epoch": position.epoch + (not position.in_epoch)}
+        due = self._due.get(str(target))
+        if due is None or due.every != every:
+            # counted from the run's beginning, so that a resumed run saves where the unbroken one does
+            due = self._due[str(target)] = Due(every, updates=0, epoch=0)
+            due.align(**now)
+        passed = due.passed(**now)
+        if every.seconds is not None and self._processes.world > 1:
+            passed = self._agree(passed and self._processes.is_main)
+        if passed:
+            due.reset(**now)
+        return passed
+
+    def _agree(self, wish: bool) -> bool:
+        """Clocks differ between ranks: rank 0's wish travels with the next update's sum, and all obey that."""
+        self._window.flags[1] = self._window.flags[1] or wish
+        if isinstance(self._state, ResidentState):
+            seen = self._state.seen()
+            if not seen.save or seen.updates == self._handled:
+                return False
+            self._handled = seen.updates
+        else:
+            if not self._window.agreed[1]:
+                return False
+            self._window.agreed[1] = False
+        self._window.flags[1] = False
+        return True
+
+    def _write(self, target: Path, wait: bool) -> None:
+        position = self._position()
+        snapshot = take_snapshot(
+            self._registry,
+            window=self._window,
+            state=self._state,
+            processes=self._processes,
+            device=self._device,
+            means=self._session.means,
+            meta={
+                "updates": position.updates,
+                "epoch": position.epoch,
+                "in_epoch": position.in_epoch,
+                "run": str(self._session.folder) if self._session.folder else None,
+            },
+        )
+        if self._processes.is_main:
+            self._checkpoints.save(target, snapshot, keep=self.keep, wait=wait)
+        if wait:
+            self._processes.barrier()
+
+    def resume(self, path: StrPath) -> Position | None:
+        """Load the newest whole checkpoint of `path` into the prepared objects; None if there is none."""
+        if not any(self._registry.counts().values()):
+            raise PrepareError("resume comes after prepare: there is nothing yet to load a state into")
+        self.path = Path(path).expanduser()
+        self._checkpoints.wait()
+        self._processes.barrier()
+        snapshot = self._checkpoints.load(self.path)
+        steps = self._processes.gather_object(None if snapshot is None else snapshot.step)
+        if len(set(steps)) != 1:
+            raise PrepareError(
+                f"{self.path}: ranks see different checkpoints ({steps}); it must lie on storage that all share"
+            )
+        if snapshot is None:
+            return None
+        apply_snapshot(
+            snapshot,
+            self._registry,
+            folder=self.path,
+            window=self._window,
+            state=self._state,
+            processes=self._processes,
+            device=self._device,
+            means=self._session.means,
+        )
+        meta: dict[str, Any] = snapshot.meta
+        return Position(int(meta["epoch"]), int(meta["updates"]), bool(meta["in_epoch"]))
+
+    def wait(self) -> None:
+        """Return once the save in flight is durable; raises what made it fail."""
+        self._checkpoints.wait()

@@ -1,0 +1,176 @@
+"""What a prepared scheduler's `step` does: advance once for each update that was applied."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from hotloop.loop.updates import HostUpdates, ResidentUpdates
+from hotloop.loop.window import Window
+from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
+from hotloop.state.tables import ScheduleTable
+
+__all__ = ["HostSchedule", "ResidentSchedule", "bind_scheduler"]
+
+# Methods that prepare puts into a scheduler's attributes.
+_REPLACED = ("step", "get_last_lr", "state_dict", "load_state_dict")
+
+# Rows of the table filled at a time: a few milliseconds of Python, then nothing for as many updates.
+_ROWS_AHEAD = 1024
+
+
+def bind_scheduler(
+    scheduler: Any, updates: HostUpdates | ResidentUpdates | None, window: Window
+) -> HostSchedule | ResidentSchedule:
+    """Let calls on `scheduler` come to the schedule returned."""
+    if isinstance(updates, ResidentUpdates) and not is_metric_driven(scheduler):
+        schedule: HostSchedule | ResidentSchedule = ResidentSchedule(scheduler, updates, window)
+    else:
+        schedule = HostSchedule(scheduler, updates, window)
+    schedule.install()
+    return schedule
+
+
+class HostSchedule:
+    """A schedule stepped by Python, where whether an update was applied is known or does not matter."""
+
+    def __init__(self, scheduler: Any, updates: HostUpdates | ResidentUpdates | None, window: Window) -> None:
+        self.scheduler = scheduler
+        self._updates = updates
+        self._window = window
+        self._attempted = updates.attempted if updates is not None else 0
+        self._applied = updates.applied if isinstance(updates, HostUpdates) else 0
+        self._step = scheduler.step
+        self._state_dict = scheduler.state_dict
+
+    def install(self) -> None:
+        """Put `step` and the state in place of the scheduler's own."""
+        self.scheduler.step = self.step
+        self.scheduler.state_dict = self.state_dict
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, unless inside a window or after nothing but refused updates."""
+        if not self._window.boundary:
+            return
+        updates = self._updates
+        if isinstance(updates, HostUpdates) and not is_metric_driven(self.scheduler):
+            refused = updates.attempted > self._attempted and updates.applied == self._applied
+            self._attempted, self._applied = updates.attempted, updates.applied
+            if refused:
+                return
+        self._step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the scheduler."""
+        return _plain_state(self._state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.scheduler.load_state_dict(state)
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` without what prepare put into the scheduler's attributes, which torch saves wholesale."""
+    return {k: v for k, v in state.items() if k not in _REPLACED}
+
+
+class ResidentSchedule:
+    """A schedule as a table on the device, indexed there by the number of applied updates.
+
+    The table is filled ahead from a shadow of the user's scheduler. That scheduler itself is moved only when
+    somebody asks for its state, which waits for the device.
+
+    Momentum and betas of a cycling schedule are Python numbers to torch's fused kernels: they follow the updates
+    that the host knows to be applied, which after a refused one may lag by as many as the host runs ahead.
+    """
+
+    def __init__(self, scheduler: Any, updates: ResidentUpdates, window: Window) -> None:
+        self.scheduler = scheduler
+        self._updates = updates
+        self._window = window
+        self._optimizer = updates.optimizer
+        self._step = scheduler.step
+        self._state_dict = scheduler.state_dict
+        self._load = scheduler.load_state_dict
+        self._held = torch.zeros(1, dtype=torch.float64, device=updates.state.device)
+        self._start()
+
+    def _start(self) -> None:
+        """Build the table from where the user's scheduler stands."""
+        replaced = {
+            name: self.scheduler.__dict__.pop(name) for name in _REPLACED if name in self.scheduler.__dict__
+        }
+        self._shadow = ShadowSchedule(self.scheduler)
+        self.scheduler.__dict__.update(replaced)
+        self._shadow.run_to(_ROWS_AHEAD)
+        groups = self._optimizer.param_groups
+        self._table = ScheduleTable(self._updates.state.device, len(groups))
+        self._table.extend(self._shadow.rows)
+        self._calls = 0
+        self._moved = 0
+        self._held.zero_()
+        self._attempted = self._updates.attempted
+        self._views = [self._table.current[g] for g in range(len(groups))]
+        self._put_in_force()
+
+    def _put_in_force(self) -> None:
+        self._table.select(self._calls, self._held)
+        for group, view in zip(self._optimizer.param_groups, self._views, strict=True):
+            group["lr"] = view
+
+    def install(self) -> None:
+        """Put `step`, `get_last_lr` and the state methods in place of the scheduler's own."""
+        self.scheduler.step = self.step
+        self.scheduler.get_last_lr = self.get_last_lr
+        self.scheduler.state_dict = self.state_dict
+        self.scheduler.load_state_dict = self.load_state_dict
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance if the update before was applied; the device decides."""
+        if not self._window.boundary:
+            return
+        made = self._updates.attempted - self._attempted
+        self._attempted = self._updates.attempted
+        if made == 1 and self._updates.watching:
+            # a step after several updates (once an epoch) advances whatever became of the last of them
+            self._held.add_(self._updates.verdict.refuse)
+        self._calls += 1
+        if self._calls + 1 >= self._table.filled:
+            self._table.extend(self._shadow.run_to(self._table.filled + _ROWS_AHEAD))
+        self._put_in_force()
+        if self._shadow.cycles_others:
+            known = max(self._calls - self._updates.state.seen().refused, 0)
+            for group, others in zip(self._optimizer.param_groups, self._shadow.others(known), strict=True):
+                group.update(others)
+
+    def _catch_up(self) -> None:
+        """Move the user's scheduler to where the device is; waits for it."""
+        applied = self._calls - int(self._held.item())
+        groups = self._optimizer.param_groups
+        for group, lr in zip(groups, self._shadow.rows[self._moved], strict=True):
+            group["lr"] = lr
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while self._moved < applied:
+                self._step()
+                self._moved += 1
+        for group, view in zip(groups, self._views, strict=True):
+            group["lr"] = view
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rate of each group now in force; waits for the device."""
+        return list(self._shadow.rows[self._calls - int(self._held.item())])
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the user's scheduler as of the applied updates; waits for the device."""
+        self._catch_up()
+        return _plain_state(self._state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned and build the table anew from there."""
+        self._load(state)
+        for group, lr in zip(self._optimizer.param_groups, self.scheduler._last_lr, strict=True):
+            group["lr"] = float(lr)
+        self._start()

@@ -1,0 +1,319 @@
+"""What a prepared optimizer's `step` and `zero_grad` do: step at a window's end, and only if all is finite."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hotloop.errors import OptimizerError
+from hotloop.loop.buffers import BufferKeeper
+from hotloop.loop.window import Window
+from hotloop.optim.gradients import clip_coefficient, gradients_of, total_norm
+from hotloop.optim.skipping import MaskedStep, choose_route
+from hotloop.state.host import HostState
+from hotloop.state.resident import ResidentState
+
+__all__ = ["HostUpdates", "ResidentUpdates", "Updates", "updates_of"]
+
+
+class Updates(ABC):
+    """The updates of one optimizer; `install` puts its `step` and `zero_grad` in place of the optimizer's own.
+
+    Attributes:
+        attempted: updates made or refused so far.
+        pending: micro-batches backpropagated since the last update.
+    """
+
+    def __init__(self, optimizer: Optimizer, window: Window, keepers: list[BufferKeeper]) -> None:
+        self.optimizer = optimizer
+        self.window = window
+        self.keepers = keepers
+        self.attempted = 0
+        self.pending = 0
+        self.judged = False
+        self._scaled: set[int] = set()
+        self._step: Callable[..., Any] = optimizer.step
+        self._zero: Callable[..., None] = optimizer.zero_grad
+
+    def install(self) -> None:
+        """Let calls on the optimizer come here; pickling and deep copies of it do not carry this along."""
+        self.optimizer.step = self.step  # type: ignore[method-assign]
+        if not self.window.plain:
+            self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self.optimizer._hotloop_updates = self  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        """Give the optimizer its own methods back."""
+        for name in ("step", "zero_grad", "_hotloop_updates", "found_inf"):
+            self.optimizer.__dict__.pop(name, None)
+
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update, or nothing inside a window."""
+
+    @abstractmethod
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d."""
+
+    @abstractmethod
+    def make_true(self) -> None:
+        """Multiply the gradients by the window's factor now, so that `p.grad` is what the update will use."""
+
+    @abstractmethod
+    def was_applied(self) -> bool:
+        """Whether the last update was made; waits for the device."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, unless some of the window now open are waiting in them."""
+        if self.pending == 0:
+            self._zero(set_to_none)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters of the optimizer."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _postpone(self) -> None:
+        self.pending += 1
+        self.window.end()
+
+    def _remaining(self) -> list[torch.Tensor]:
+        """Gradients that no clipping has made true yet."""
+        if not self._scaled:
+            return gradients_of(self.parameters())
+        return gradients_of(p for p in self.parameters() if id(p) not in self._scaled)
+
+    def _covers(self, parameters: list[torch.Tensor]) -> bool:
+        mine = [p for p in self.parameters() if p.grad is not None]
+        return len(parameters) >= len(mine) and {id(p) for p in mine} <= {id(p) for p in parameters}
+
+    def _finish(self) -> None:
+        # torch's schedulers warn where they cannot see that the optimizer stepped first
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.attempted += 1
+        self.pending = 0
+        self.judged = False
+        if self._scaled:
+            self._scaled = set()
+        self.window.end()
+
+
+class HostUpdates(Updates):
+    """Updates where reading a value is free: Python asks, and simply does not step.
+
+    Attributes:
+        applied: updates made so far.
+        refused: the last update was not made.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        keepers: list[BufferKeeper],
+        state: HostState,
+        on_bad: Callable[[HostUpdates], None],
+    ) -> None:
+        super().__init__(optimizer, window, keepers)
+        self.state = state
+        self.applied = 0
+        self.refused = False
+        self._finite = True
+        self._on_bad = on_bad
+
+    def install(self) -> None:
+        """See `Updates.install`; with nothing to watch and one process, `step` is as short as can be."""
+        if self.window.plain and not self.state.watching:
+            self.step = self._step_plainly  # type: ignore[method-assign]
+        super().install()
+
+    def _step_plainly(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = self._step() if closure is None else self._step(closure)
+        self.attempted += 1
+        self.applied += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update, refused if a loss or gradient is not finite; nothing inside a window."""
+        window, state = self.window, self.state
+        if not window.boundary:
+            return self._postpone()
+        if closure is not None:
+            return self._step_with(closure)
+        factor = 1.0 if window.plain else window.factor()
+        finite = self._finite
+        if not self.judged:
+            rest = self._remaining()
+            if state.watching:
+                finite = state.judge(rest, float(factor)) and finite
+            elif factor != 1.0 and rest:
+                torch._foreach_mul_(rest, float(factor))
+        bad_loss = state.loss_bad if window.plain else (state.loss_bad or window.loss_bad)
+        state.close_losses()
+        self._finite = True
+        if state.watching and (bad_loss or not finite):
+            self._refuse()
+            return None
+        result = self._step()
+        self.applied += 1
+        self.refused = False
+        for keeper in self.keepers:
+            keeper.accept()
+        self._finish()
+        return result
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if not self.window.plain:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__}.step(closure) evaluates the loss by itself: it needs one process "
+                "and accumulation=1"
+            )
+        result = self._step(closure)
+        bad_loss, self.state.loss_bad = self.state.loss_bad, False
+        self.applied += 1
+        self._finish()
+        if self.state.watching and bad_loss:
+            self._on_bad(self)
+        return result
+
+    def _refuse(self) -> None:
+        self.refused = True
+        self.state.skipped += 1
+        for keeper in self.keepers:
+            keeper.restore()
+        self._finish()
+        self._on_bad(self)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d."""
+        listed = [p for p in parameters if p.grad is not None]
+        gradients = gradients_of(listed)
+        factor = 1.0 if self.window.plain else float(self.window.factor())
+        if factor != 1.0:
+            fresh = gradients_of(p for p in listed if id(p) not in self._scaled)
+            if fresh:
+                torch._foreach_mul_(fresh, factor)
+            self._scaled.update(id(p) for p in listed)
+        total = total_norm(gradients, norm_type)
+        value = total.item()
+        finite = value - value == 0.0
+        self._finite = self._finite and finite
+        self.judged = self._covers(listed)
+        # a coefficient of exactly 1 changes nothing; NaN must spread as it does in torch
+        if not value <= max_norm - 1e-6 and gradients:
+            torch._foreach_mul_(gradients, clip_coefficient(total, max_norm))
+        return total
+
+    def make_true(self) -> None:
+        """Multiply the gradients by the window's factor now, so that `p.grad` is what the update will use."""
+        factor = 1.0 if self.window.plain else float(self.window.factor())
+        rest = self._remaining()
+        if factor != 1.0 and rest:
+            torch._foreach_mul_(rest, factor)
+        self._scaled.update(id(p) for p in self.parameters())
+
+    def was_applied(self) -> bool:
+        """Whether the last update was made."""
+        return not self.refused
+
+
+class ResidentUpdates(Updates):
+    """Updates on a device that the host runs ahead of: a flag on the device refuses, nobody asks."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        keepers: list[BufferKeeper],
+        state: ResidentState,
+        after: Callable[[ResidentUpdates], None],
+    ) -> None:
+        super().__init__(optimizer, window, keepers)
+        self.state = state
+        self.verdict = state.new_verdict()
+        self.watching = state.watching or state.scale is not None
+        # an fp16 overflow is skipped whatever is asked about non-finite losses
+        self.route = choose_route(optimizer, "skip" if state.scale is not None else state.nonfinite)
+        self._masked = MaskedStep(optimizer, self._step, state.nonfinite) if self.route == "masked" else None
+        self._after = after
+
+    def install(self) -> None:
+        """See `Updates.install`."""
+        super().install()
+        if self.route == "fused":
+            self.optimizer.found_inf = self.verdict.refuse  # type: ignore[attr-defined]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update that the device makes or refuses; nothing inside a window."""
+        window, state = self.window, self.state
+        if not window.boundary:
+            return self._postpone()
+        if closure is not None:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__}.step(closure) reads its loss on the host at every evaluation; call "
+                'it on an unprepared optimizer, or use device="cpu"'
+            )
+        if not self.judged:
+            factor = 1.0 if window.plain else window.factor()
+            state.judge(self.verdict, self._remaining(), factor)
+        state.close_losses()
+        result = self._masked(self.verdict.refuse) if self._masked is not None else self._step()
+        for keeper in self.keepers:
+            keeper.restore(self.verdict.refuse)
+        self._finish()
+        state.settle(self.verdict, window.flags_on_device)
+        self._after(self)
+        return result
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.
+
+        One pass measures them; unscaling, token factor and clipping are one further pass.
+        """
+        listed = [p for p in parameters if p.grad is not None]
+        gradients = gradients_of(listed)
+        total = total_norm(gradients, norm_type)
+        factor = 1.0 if self.window.plain else self.window.factor()
+        already = bool(self._scaled) and all(id(p) in self._scaled for p in listed)
+        inverse = None
+        if not already and (
+            self.state.scale is not None or isinstance(factor, torch.Tensor) or factor != 1.0
+        ):
+            inverse = self.state.inverse(factor)
+            total = total * inverse
+            self._scaled.update(id(p) for p in listed)
+        coefficient = clip_coefficient(total, max_norm)
+        if inverse is not None:
+            coefficient = coefficient * inverse
+        if gradients:
+            torch._foreach_mul_(gradients, coefficient)
+        if self._covers(listed):
+            self.judged = True
+            self.state.judge_norm(self.verdict, total)
+        return total
+
+    def make_true(self) -> None:
+        """Multiply the gradients by the window's factor now, so that `p.grad` is what the update will use."""
+        self.state.judge(self.verdict, self._remaining(), 1.0 if self.window.plain else self.window.factor())
+        self.judged = True
+        self._scaled.update(id(p) for p in self.parameters())
+
+    def was_applied(self) -> bool:
+        """Whether the last update was made; waits for the device."""
+        return self.verdict.refuse.item() == 0.0
+
+
+# What torch's schedulers look for on an optimizer's step, lest they warn or wrap it again.
+setattr(HostUpdates.step, "_wrapped_by_lr_sched", True)
+setattr(HostUpdates._step_plainly, "_wrapped_by_lr_sched", True)
+setattr(ResidentUpdates.step, "_wrapped_by_lr_sched", True)
+
+
+def updates_of(optimizer: Any) -> HostUpdates | ResidentUpdates | None:
+    """The updates of a prepared optimizer; None if it is not prepared."""
+    return getattr(optimizer, "_hotloop_updates", None)

@@ -1,0 +1,37 @@
+"""The gradients of an optimizer: collected, measured, and clipped with one factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["clip_coefficient", "gradients_of", "total_norm"]
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of `parameters` that have one, as real dense tensors sharing the gradients' memory.
+
+    Sparse gradients give their values (uncoalesced duplicates included: they are summed later, which keeps
+    scaling right), complex ones a real view.
+    """
+    found = [p.grad for p in parameters if p.grad is not None]
+    for i, grad in enumerate(found):
+        if grad.is_sparse:
+            found[i] = grad._values()
+        elif grad.is_complex():
+            found[i] = torch.view_as_real(grad)
+    return found
+
+
+def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all gradients as one vector, 0-d, on their device: the value of torch's `get_total_norm`."""
+    if not gradients:
+        return torch.zeros(())
+    norms = torch._foreach_norm(gradients, norm_type)
+    return torch.linalg.vector_norm(torch.stack([n.float() for n in norms]), norm_type)
+
+
+def clip_coefficient(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / (total + 1e-6)), 0-d: the factor of torch's `clip_grad_norm_`, to the bit."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -1,0 +1,153 @@
+"""Refusing an update without asking the host: which way an optimizer allows, and the masked way.
+
+Checked on torch 2.11 to 2.13: fused Adam, AdamW and SGD obey a device flag (`found_inf`, exactly 0. or 1.).
+Fused SGD with momentum keeps an uninitialised buffer when its very first step is refused, so its buffers are
+made beforehand. Everything else is masked: state is saved before the step and selected back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hotloop.errors import OptimizerError
+
+__all__ = ["MaskedStep", "choose_route", "prefer_fused"]
+
+
+def prefer_fused(optimizer: Optimizer) -> bool:
+    """Let torch's fused kernel run where the user left the implementation to torch; True if so changed.
+
+    Adam, AdamW and SGD take `fused=None, foreach=None` as "whichever is best"; on an accelerator that is the
+    fused kernel, and it is the one that can be refused an update by a flag on the device.
+    """
+    if type(optimizer) not in (Adam, AdamW, SGD) or optimizer.state:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
+            return False
+        if any(p.device.type != "cuda" or not p.is_floating_point() for p in group["params"]):
+            return False
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    optimizer.defaults["fused"] = True
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return True
+
+
+def choose_route(optimizer: Optimizer, nonfinite: str) -> str:
+    """How updates of `optimizer` are refused on the device: "fused", "masked", or "none".
+
+    Raises:
+        OptimizerError: `nonfinite="skip"` with an optimizer that allows neither; the text names it.
+    """
+    if nonfinite == "ignore":
+        return "none"
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused", True) for group in optimizer.param_groups
+    )
+    if fused and not any(group.get("dampening") for group in optimizer.param_groups):
+        _make_momentum_buffers(optimizer)
+        return "fused"
+    reason = _why_not_masked(optimizer)
+    if reason is None:
+        return "masked"
+    if nonfinite == "skip":
+        raise OptimizerError(
+            f"{type(optimizer).__name__} cannot skip an update on the device: {reason}; use fused=True where the "
+            'optimizer has it, capturable=True, or nonfinite="stop"'
+        )
+    return "none"
+
+
+def _make_momentum_buffers(optimizer: Optimizer) -> None:
+    """Zero momentum buffers before the first step: m * 0 + g equals torch's first-step copy of g."""
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for p in group["params"]:
+            if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _why_not_masked(optimizer: Optimizer) -> str | None:
+    """Why state of `optimizer` cannot be selected back on the device, or None if it can."""
+    counts_on_host = isinstance(
+        optimizer, Adam | AdamW | torch.optim.NAdam | torch.optim.RAdam | torch.optim.Adamax
+    )
+    if counts_on_host and not all(group.get("capturable") for group in optimizer.param_groups):
+        return "it counts its steps on the host"
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                if value.device.type == "cpu" and value.numel() == 1 and _on_accelerator(optimizer):
+                    return f"its state {name!r} lies on the host"
+            elif isinstance(value, int | float):
+                return f"its state {name!r} is a Python number"
+    return None
+
+
+def _on_accelerator(optimizer: Optimizer) -> bool:
+    return any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"])
+
+
+class MaskedStep:
+    """Runs an optimizer's step and selects the old state back where a device flag says so.
+
+    Costs a copy of parameters and optimizer state in memory, and reading and writing both once more per step.
+    The first step is made under a flag that the host reads, since state does not exist before it.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], Any], nonfinite: str) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        self._nonfinite = nonfinite
+        self._saved: list[torch.Tensor] = []
+        self._started = bool(optimizer.state)
+
+    def __call__(self, refuse: torch.Tensor) -> Any:
+        """Make the step unless `refuse` (float32 0-d, 0. or 1.) is set."""
+        if not self._started:
+            return self._start(refuse)
+        live = self._live()
+        if len(self._saved) != len(live) or any(
+            s.shape != t.shape for s, t in zip(self._saved, live, strict=True)
+        ):
+            self._saved = [torch.empty_like(t) for t in live]
+        if live:
+            torch._foreach_copy_(self._saved, live)
+        result = self._step()
+        flag = refuse.bool()
+        for saved, tensor in zip(self._saved, live, strict=True):
+            # where, not a product: NaN times zero would still be NaN
+            torch.where(flag, saved, tensor, out=tensor)
+        return result
+
+    def _start(self, refuse: torch.Tensor) -> Any:
+        if refuse.item() != 0.0:
+            return None
+        result = self._step()
+        self._started = True
+        reason = _why_not_masked(self._optimizer)
+        if reason is not None and self._nonfinite == "skip":
+            raise OptimizerError(
+                f"{type(self._optimizer).__name__} cannot skip an update on the device: {reason}; use an optimizer "
+                'whose state lies on the device, or nonfinite="stop"'
+            )
+        return result
+
+    def _live(self) -> list[torch.Tensor]:
+        tensors = [
+            p.detach()
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        for state in self._optimizer.state.values():
+            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        return tensors

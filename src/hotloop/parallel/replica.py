@@ -1,0 +1,33 @@
+"""Data parallelism beside the user's module: a DistributedDataParallel that holds it, not one that hides it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotloop.hardware.processes import Processes
+from hotloop.parallel.plan import Plan
+
+__all__ = ["make_replica"]
+
+
+def make_replica(module: nn.Module, device: torch.device, processes: Processes, plan: Plan) -> Any:
+    """A DistributedDataParallel over `module`, or None where there is nothing to exchange.
+
+    Parameters and buffers of rank 0 are sent to all ranks. Calling the result runs `module` itself.
+    """
+    if processes.world == 1 or not any(p.requires_grad for p in module.parameters()):
+        return None
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        find_unused_parameters=plan.find_unused_parameters,
+        static_graph=plan.static_graph,
+        bucket_cap_mb=plan.bucket_mb,
+        broadcast_buffers=plan.broadcast_buffers,
+        gradient_as_bucket_view=True,
+    )

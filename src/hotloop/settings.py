@@ -1,0 +1,200 @@
+"""Settings: which ones there are, what they may be, and which of several sources decides.
+
+Explicit argument > `HOTLOOP_<NAME>` in the environment > settings file (TOML) > default. Only
+`HOTLOOP_OVERRIDE` ("precision=bf16,accumulation=4") beats an argument, and it says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hotloop.errors import SettingError
+
+__all__ = ["SETTINGS", "Setting", "Settings", "find_settings"]
+
+# Variables of that prefix which steer other things than a Loop's settings.
+_OTHER_VARIABLES = {
+    "HOTLOOP_OVERRIDE",
+    "HOTLOOP_SHARED",
+    "HOTLOOP_RUNS",
+    "HOTLOOP_PROGRESS",
+    "HOTLOOP_SETTINGS",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its default and the check that turns a given value (maybe text) into a valid one."""
+
+    name: str
+    default: Any
+    check: Callable[[Any], Any]
+
+
+def _choice(name: str, values: Mapping[str, str]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        key = str(value).lower()
+        if key not in values:
+            shown = ", ".join(dict.fromkeys(values.values()))
+            raise SettingError(f"{name}={value!r} is not known; valid values are: {shown}")
+        return values[key]
+
+    return check
+
+
+def _positive(name: str) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not str(value).strip().isdigit() or int(value) < 1:
+            raise SettingError(f"{name}={value!r} is not a whole number of at least 1")
+        return int(value)
+
+    return check
+
+
+def _seed(value: Any) -> int | None:
+    if value is None or value == "":
+        return None
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        seed = int(value)
+    except (TypeError, ValueError):
+        raise SettingError(f"seed={value!r} is not a whole number") from None
+    if not 0 <= seed < 2**63:
+        raise SettingError(f"seed={value!r} is outside 0 to 2**63 - 1")
+    return seed
+
+
+def _device(value: Any) -> str | None:
+    return None if value is None or value == "" else str(value)
+
+
+def _record(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in {"0", "false", "off", "no"}:
+        return False
+    if isinstance(value, str) and value.lower() in {"1", "true", "on", "yes", ""}:
+        return True
+    return value
+
+
+_PRECISIONS = {name: name for name in ("fp32", "tf32", "bf16", "fp16")} | {
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "16-mixed": "fp16",
+    "16": "fp16",
+    "float16": "fp16",
+}
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        Setting("precision", "fp32", _choice("precision", _PRECISIONS)),
+        Setting("accumulation", 1, _positive("accumulation")),
+        Setting(
+            "nonfinite", "stop", _choice("nonfinite", {name: name for name in ("stop", "skip", "ignore")})
+        ),
+        Setting("seed", None, _seed),
+        Setting("device", None, _device),
+        Setting("record", True, _record),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settled values by name, and for each where it came from ("argument", "default", a variable, a file)."""
+
+    values: dict[str, Any]
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def find_settings(arguments: Mapping[str, Any], file: str | os.PathLike[str] | None = None) -> Settings:
+    """Settle every setting. `arguments` holds those given explicitly (None means not given).
+
+    Raises:
+        SettingError: an unknown name or value in any source; lists the valid ones and names the source.
+    """
+    _refuse_unknown_variables()
+    file = file if file is not None else os.environ.get("HOTLOOP_SETTINGS")
+    from_file = _read_file(Path(file)) if file else {}
+    override = _read_override(os.environ.get("HOTLOOP_OVERRIDE", ""))
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, setting in SETTINGS.items():
+        variable = f"HOTLOOP_{name.upper()}"
+        if name in override:
+            given, source = override[name], "HOTLOOP_OVERRIDE"
+        elif arguments.get(name) is not None:
+            given, source = arguments[name], "argument"
+        elif variable in os.environ:
+            given, source = os.environ[variable], variable
+        elif name in from_file:
+            given, source = from_file[name], str(file)
+        else:
+            given, source = setting.default, "default"
+        try:
+            values[name] = setting.check(given)
+        except SettingError as error:
+            raise SettingError(f"{error} (from {source})") from None
+        sources[name] = source
+        if source == "HOTLOOP_OVERRIDE" and arguments.get(name) is not None:
+            print(
+                f"hotloop: {name}={values[name]} from HOTLOOP_OVERRIDE replaces the argument", file=sys.stderr
+            )
+    return Settings(values, sources)
+
+
+def _refuse_unknown_variables() -> None:
+    known = {f"HOTLOOP_{name.upper()}" for name in SETTINGS} | _OTHER_VARIABLES
+    for variable in os.environ:
+        if variable.startswith("HOTLOOP_") and variable not in known:
+            raise SettingError(f"environment variable {variable} is not known{_nearest(variable, known)}")
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{meant} Valid: {', '.join(sorted(known))}"
+
+
+def _check_names(given: Mapping[str, Any], source: str) -> None:
+    for name in given:
+        if name not in SETTINGS:
+            raise SettingError(f"{source}: setting {name!r} is not known{_nearest(name, set(SETTINGS))}")
+
+
+def _read_override(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise SettingError(f"HOTLOOP_OVERRIDE: {part!r} is not of the form name=value")
+        found[name.strip()] = value.strip()
+    _check_names(found, "HOTLOOP_OVERRIDE")
+    return found
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SettingError(f"settings file {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"settings file {path} is not valid TOML: {error}") from None
+    table: dict[str, Any] = content.get("settings", content)
+    _check_names(table, str(path))
+    return table

@@ -1,0 +1,39 @@
+"""Schedules as tables: the value for every future update lies on the device before it is needed."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["ScheduleTable"]
+
+
+class ScheduleTable:
+    """Rows of per-group values, float32 [rows, groups], and the row in force.
+
+    The row in force is `current`, float32 [groups]; its elements' views are what optimizers hold as their
+    learning rates. Which row that is, only the device need know.
+    """
+
+    def __init__(self, device: torch.device, groups: int, *, capacity: int = 4096) -> None:
+        self.device = device
+        self.filled = 0
+        self._rows = torch.zeros(capacity, groups, device=device)
+        self._row = torch.zeros(1, groups, device=device)
+        self._index = torch.zeros(1, dtype=torch.int64, device=device)
+        self.current = self._row[0]
+
+    def extend(self, rows: list[list[float]]) -> None:
+        """Append rows for the updates that follow those filled so far, without waiting."""
+        new = torch.tensor(rows, dtype=torch.float32)
+        if self.device.type == "cuda":
+            new = new.pin_memory()
+        while self.filled + len(rows) > len(self._rows):
+            self._rows = torch.cat([self._rows, torch.zeros_like(self._rows)])
+        self._rows[self.filled : self.filled + len(rows)].copy_(new, non_blocking=True)
+        self.filled += len(rows)
+
+    def select(self, calls: int, held: torch.Tensor) -> None:
+        """Put row `calls - held` in force; `held` (float64 [1], on the device) counts steps not taken."""
+        self._index.copy_(held)
+        torch.sub(calls, self._index, out=self._index)
+        torch.index_select(self._rows, 0, self._index, out=self._row)

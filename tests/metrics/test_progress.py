@@ -221,25 +221,31 @@ def test_a_broken_stream_or_clock_stops_the_line_not_the_run() -> None:
 def test_a_forked_child_does_not_draw_and_does_not_hang() -> None:
     stream = Terminal()
     progress = Progress(stream, clock=lambda: (1, 0))
-    progress._lock.acquire()
-    grabbed = threading.Event()
-    holder = threading.Thread(target=lambda: (grabbed.wait(30), None))
-    holder.start()
+    locked, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with progress._lock:
+            locked.set()
+            release.wait(60)
+
+    thread = threading.Thread(target=hold)  # does not exist in the child, where the lock stays taken
+    thread.start()
+    assert locked.wait(60)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads, which is the point here
         child = os.fork()
     if child == 0:
         try:
-            progress.start()
+            progress.set_totals(total_updates=3)
+            progress.write_rows([Row(0, 0.0, {"a": 1.0})])
             progress.print("child", file=io.StringIO())
             progress.close()
             os._exit(0 if stream.getvalue() == "" else 1)
         finally:
             os._exit(2)
+    release.set()
+    thread.join()
     assert os.waitpid(child, 0)[1] == 0
-    progress._lock.release()
-    grabbed.set()
-    holder.join()
 
 
 def test_in_a_notebook_one_output_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,14 +75,18 @@ class Progress:
 
     def set_totals(self, total_updates: int | None = None, total_epochs: int | None = None) -> None:
         """Say how many updates and epochs the run will have in all; None for not known. Starts the line."""
+        if self._is_foreign():
+            return
         with self._lock:
             self._total_updates, self._total_epochs = total_updates, total_epochs
         self.start()
 
     def start(self) -> None:
         """Begin to draw; calling it again does nothing until `end`."""
+        if self._mode == "off" or self._thread is not None or self._is_foreign():
+            return
         with self._lock:
-            if self._mode == "off" or self._thread is not None or os.getpid() != self._pid:
+            if self._thread is not None:
                 return
             if self._started_s is None:
                 self._started_s = time.monotonic()
@@ -98,6 +102,8 @@ class Progress:
 
     def write_rows(self, rows: Sequence[Row]) -> None:
         """Remember the newest value of each name; the next redraw shows them."""
+        if self._is_foreign():
+            return
         with self._lock:
             for row in rows:
                 self._values.update(row.values)
@@ -106,7 +112,7 @@ class Progress:
 
     def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
         """`print` that first clears the live line and puts it back after."""
-        if self._mode != "terminal" or os.getpid() != self._pid:
+        if self._mode != "terminal" or self._is_foreign():
             builtins.print(*args, sep=sep, end=end, file=file)
             return
         with self._lock:
@@ -118,9 +124,11 @@ class Progress:
 
     def end(self) -> None:
         """Draw the line a last time, leave it standing and stop drawing, until `start` or new rows."""
+        if self._is_foreign():
+            return
         with self._lock:
             thread, self._thread = self._thread, None
-            if thread is None or os.getpid() != self._pid:
+            if thread is None:
                 return
             self._stop.set()
             self._draw(last=True)
@@ -135,6 +143,10 @@ class Progress:
     def line(self) -> str:
         """The line as it would be drawn now, without colour and as wide as it likes."""
         return self._measure().text()
+
+    def _is_foreign(self) -> bool:
+        """Whether this is the child of a fork: the line belongs to the parent, and the lock may be stuck."""
+        return os.getpid() != self._pid
 
     def _find_mode(self) -> str:
         """How to draw: "off", "terminal", "notebook" or "plain"."""

@@ -164,6 +164,8 @@ class Record:
 
     def note(self, text: str) -> None:
         """Add a line: something that hotloop decided by itself, or that a reader should know."""
+        if not self._writes():
+            return
         with self._lock:
             if self._writes():
                 self._fields["notes"].append({"time": _now(), "text": to_plain(text)})
@@ -171,6 +173,8 @@ class Record:
 
     def update(self, **fields: Any) -> None:
         """Set further fields of `run.json`, or replace some."""
+        if not self._writes():
+            return
         with self._lock:
             if self._writes():
                 self._fields.update(to_plain(fields))
@@ -255,7 +259,7 @@ class Record:
         self._observer.start()
 
     def _writes(self) -> bool:
-        """Whether this process may write: not in the child of a fork."""
+        """Whether this process may write: not in the child of a fork, where even the lock may be stuck."""
         return self.enabled and os.getpid() == self._pid
 
     def _save(self, *, sync: bool = True) -> None:

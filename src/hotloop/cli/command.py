@@ -8,17 +8,17 @@ import sys
 from collections.abc import Sequence
 
 from hotloop import __version__
-from hotloop.cli import env, launch
+from hotloop.cli import env, launch, runs
 from hotloop.cli.verb import Verb
 from hotloop.errors import HotloopError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (launch.VERB, env.VERB)
+VERBS: tuple[Verb, ...] = (launch.VERB, env.VERB, runs.VERB)
 
 _EXAMPLES = """examples:
   hotloop launch -n 2 train.py --epochs 3
-  hotloop env"""
+  hotloop runs show last"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -89,6 +89,8 @@ def describe_failures(failures: list[Failure], ranks: int) -> str:
     first, *others = failures
     # torch prefixes each line with the rank once its process group is up; the last line says it anyway
     text = re.sub(r"^\[rank\d+\]: ?", "", first.traceback, flags=re.MULTILINE)
+    # the stack of a crash in native code goes down to the shim
+    text = re.sub(r'^  File ".*hotloop.parallel.shim\.py", line \d+ in .*\n', "", text, flags=re.MULTILINE)
     if text and not text.endswith("\n"):
         text += "\n"
     line = f"hotloop launch: rank {first.rank} of {ranks} failed" + (" first" if others else "")

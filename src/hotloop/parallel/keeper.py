@@ -131,7 +131,8 @@ class Keeper:
                 _put(os.open(os.devnull, os.O_WRONLY), 1)
             for stream in self.streams:
                 os.dup2(stream.rank_end, stream.target)
-                os.environ["PYTHONUNBUFFERED"] = "1"
+                if stream.target == 1:
+                    os.environ["PYTHONUNBUFFERED"] = "1"
             shim = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim.py")
             kind = "module" if self.job["module"] else "script"
             command = [
@@ -287,13 +288,15 @@ def _open_streams(keeper: Keeper) -> list[_Stream]:
     """Pipes for those streams that cannot simply be inherited; rank 0 keeps its terminal where it can."""
     job, rank = keeper.job, keeper.rank
     everything = job["output"] == "all"
+    # rank 0 keeps a terminal, for its progress line; otherwise what it says of another's end is held back, too
+    held = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not os.isatty(2)
     streams = []
     for target, name in ((1, "out"), (2, "err")):
         shown = everything or rank == 0 or target == 2
         prefix = None if rank == 0 and not everything else f"[rank {rank}] ".encode()
         mode = "ab" if keeper.attempt else "wb"
         log = (os.path.join(job["logs"], f"rank{rank}.{name}"), mode) if job["logs"] else None
-        if log or (shown and prefix):
+        if log or (shown and (prefix or (target == 2 and held))):
             streams.append(_Stream(keeper, target, prefix, shown, log))
     return streams
 

@@ -194,4 +194,6 @@ def _without_shim(trace: TracebackType | None) -> TracebackType | None:
 if __name__ == "__main__":
     _folder, _kind, _target = sys.argv[1:4]
     del sys.argv[:3]
+    # what a record of the command line may read: the user's command, without the shim
+    sys.orig_argv[:] = [sys.executable, *(["-m"] if _kind == "module" else []), *sys.argv]
     sys.exit(_run(_folder, _kind, _target))

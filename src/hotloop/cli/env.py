@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.cli.verb import Verb
 
-__all__ = ["VERB"]
+__all__ = ["VERB", "format_machine"]
 
 _SUMMARY = "print this machine: versions, CPU, memory, GPUs, precisions, variables"
 _EPILOG = """examples:

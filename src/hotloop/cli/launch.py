@@ -7,7 +7,7 @@ import argparse
 from hotloop.cli.verb import Verb
 from hotloop.errors import LaunchError
 
-__all__ = ["VERB"]
+__all__ = ["VERB", "split_arguments"]
 
 _SUMMARY = "run a script in several processes: one per GPU, or as many as you say"
 _USAGE = (

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ def describe_machine() -> dict[str, Any]:
     accelerators, driver = _read(_accelerators) or ([], None)
     return {
         "versions": {
-            "hotloop": _read(lambda: importlib.metadata.version("hotloop")),
+            "hotloop": _read(lambda: sys.modules["hotloop"].__version__),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "numpy": _read(lambda: importlib.metadata.version("numpy")),

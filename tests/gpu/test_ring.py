@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -22,15 +23,21 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def set_mode(mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it calls itself a prototype
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.fixture
 def no_waiting(device: torch.device) -> Iterator[None]:
     """Any synchronising call of any thread raises."""
     torch.zeros(1, device=device).item()  # the context is up
-    torch.cuda.set_sync_debug_mode("error")
+    set_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        set_mode("default")
 
 
 class Kept:
@@ -181,9 +188,9 @@ def test_means_add_without_a_wait_and_read_exactly(device: torch.device) -> None
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(100, 32, generator=generator)
     with_weight = torch.arange(100)
-    torch.cuda.set_sync_debug_mode("default")
+    set_mode("default")
     on_device, weights = values.to(device), with_weight.to(device)
-    torch.cuda.set_sync_debug_mode("error")
+    set_mode("error")
     for row, weight in zip(on_device.unbind(), weights.unbind(), strict=True):
         means.add("elements", row)
         means.add("scaled", row.mean(), 32)
@@ -191,7 +198,7 @@ def test_means_add_without_a_wait_and_read_exactly(device: torch.device) -> None
         means.add("masked", torch.where(weight == 0, float("nan"), row[0]), weight)
         means.add("mixed", row[:2], torch.tensor(2.0))
         means.add("half", row.bfloat16())
-    torch.cuda.set_sync_debug_mode("default")
+    set_mode("default")
     wide = values.double()
     weighted = ((wide[:, 0] * with_weight).sum() / with_weight.sum()).item()
     assert means.read("elements") == pytest.approx(wide.mean().item(), rel=1e-14)

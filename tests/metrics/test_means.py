@@ -110,9 +110,10 @@ class TestOnADevice:
 
     def test_double_sums(self) -> None:
         sums = means_module._DeviceSums(CPU)
-        sums.add(torch.tensor(3.0), 2.0, 2.0)
-        sums.add(torch.tensor(True), 0.5, torch.tensor(4))
-        sums.add(torch.tensor([7], dtype=torch.int64), 1.0, 1.0)
+        sums.add(torch.tensor(3.0), torch.tensor([2.0]), 2.0)
+        sums.add(torch.tensor(True), torch.tensor(4), 0.5)
+        sums.add(torch.tensor([7], dtype=torch.int64), torch.tensor(True))
+        sums.add(torch.tensor(0.0), None)
         assert sums.read() == (13.5, 7.0)
 
     def test_pairs_of_floats_lose_nothing_that_matters(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ class TestOnADevice:
         exact = Fraction(0)
         for value in values:
             tensor = torch.tensor(value)
-            sums.add(tensor, 1.0, 1.0)
+            sums.add(tensor, torch.tensor(1.0))
             exact += Fraction(tensor.item())
         total, count = sums.read()
         assert count == len(values)
@@ -139,10 +140,10 @@ def test_state_goes_over_into_another_run() -> None:
     first = Means(CPU, Processes())
     first.add("a", 1.0)
     first._device["b"] = means_module._DeviceSums(CPU)
-    first._device["b"].add(torch.tensor(6.0), 1.0, 2.0)
+    first._device["b"].add(torch.tensor(6.0), torch.tensor(2.0))
     state = first.state_dict()
     first.add("a", 100.0)
-    first._sums("b").add(torch.tensor(100.0), 1.0, 1.0)
+    first._sums("b").add(torch.tensor(100.0), torch.tensor(1.0))
     second = Means(CPU, Processes())
     second.add("c", 1.0)
     second.load_state_dict(state)

@@ -117,20 +117,30 @@ class Means:
         if value.is_complex() or (isinstance(weight, torch.Tensor) and weight.is_complex()):
             raise _unaddable(name, value)
         value = value.detach()
-        if not isinstance(weight, torch.Tensor):
-            number = 1.0 if weight is None else float(weight)
-            if number == 0 or value.numel() == 0:
-                return
-            total = value.sum(dtype=widest_float(value.device)) if value.dim() else value
-            if value.is_cpu:
-                self._add_number(name, total.item(), number)
-                self._host[name][1] += number * (value.numel() - 1)
+        if isinstance(weight, torch.Tensor):
+            total, count = self._weigh(name, value, weight.detach())
+            if total.is_cpu:
+                self._add_number(name, total.item(), 1.0)
+                self._host[name][1] += count.item() - 1.0
             else:
-                self._sums(name).add(total, number, number * value.numel())
+                self._sums(name).add(total, count)
             return
-        where = value.device if not value.is_cpu else weight.device
-        wide = widest_float(where)
-        weight = weight.detach().to(where, wide, non_blocking=True)
+        factor = 1.0 if weight is None else float(weight)
+        if factor == 0 or value.numel() == 0:
+            return
+        total = value.sum(dtype=widest_float(value.device)) if value.dim() else value
+        if total.is_cpu:
+            self._add_number(name, total.item(), factor)
+            self._host[name][1] += factor * (value.numel() - 1)
+        else:
+            # What the host knows stays there: one kernel less.
+            self._sums(name).add(total, None, factor)
+            self._host.setdefault(name, [0.0, 0.0])[1] += factor * value.numel()
+
+    def _weigh(
+        self, name: str, value: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of weight x value, and of weight, over the elements of `value`, where the tensors lie."""
         try:
             weight = weight.expand_as(value)
         except RuntimeError:
@@ -138,18 +148,13 @@ class Means:
                 f"the weight of the mean {name!r} has shape {list(weight.shape)}, which does not broadcast "
                 f"to the value's {list(value.shape)}; give one weight for each element, or one for all"
             ) from None
+        where = weight.device if value.is_cpu else value.device
+        wide = widest_float(where)
         value = value.to(where, wide, non_blocking=True)
-        # Not weight * value: that is NaN where the value is NaN and the weight 0.
-        total = torch.where(weight != 0, value * weight, 0.0)
-        count = weight
-        if value.dim():
-            total, count = total.sum(), count.sum()
-        if where.type == "cpu":
-            sums = self._host.setdefault(name, [0.0, 0.0])
-            sums[0] += total.item()
-            sums[1] += count.item()
-        else:
-            self._sums(name).add(total, 1.0, count)
+        weight = weight.to(where, wide, non_blocking=True)
+        # Not weight * value alone: that is NaN where the value is NaN and the weight 0.
+        total = value.masked_fill(weight == 0, 0.0).mul_(weight)
+        return (total.sum(), weight.sum()) if value.dim() else (total, weight)
 
     def _sums(self, name: str) -> _DeviceSums:
         """The device's sums of `name`, made when first needed."""
@@ -191,15 +196,17 @@ class _DeviceSums:
             line.unbind() for line in self.lines.unbind()
         )
 
-    def add(self, total: torch.Tensor, factor: float, count: float | torch.Tensor) -> None:
-        """Add factor x `total` (one element) and `count`; one kernel each in float64."""
+    def add(self, total: torch.Tensor, count: torch.Tensor | None, factor: float = 1.0) -> None:
+        """Add factor x `total` and `count` (one element each; None is 0); one kernel each in float64."""
         total = total.reshape(())
         if not self._in_pairs:
             self._total.add_(total, alpha=factor)
-            self._count.add_(count)
+            if count is not None:
+                self._count.add_(count.reshape(()))
             return
         _add_pair(self._total, self._total_rest, total.to(self.lines.dtype) * factor)
-        _add_pair(self._count, self._count_rest, torch.as_tensor(count, dtype=self.lines.dtype))
+        if count is not None:
+            _add_pair(self._count, self._count_rest, count.reshape(()).to(self.lines.dtype))
 
     def read(self) -> tuple[float, float]:
         """Sum and count; waits for the device."""
@@ -211,7 +218,7 @@ def _add_pair(value: torch.Tensor, rest: torch.Tensor, term: torch.Tensor) -> No
     """`value` + `rest` += `term`, keeping in `rest` what rounding takes from `value` (Knuth's TwoSum)."""
     new = value + term
     back = new - value
-    rest.add_((value - (new - back)) + (term.to(value.device) - back))
+    rest.add_((value - (new - back)) + (term - back))
     value.copy_(new)
 
 

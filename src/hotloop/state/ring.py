@@ -213,6 +213,7 @@ class DeviceRing(Ring):
         self._lines: _Lines | None = None
         self._in_flight = 0
         self._index = -1
+        self._is_cuda = device.type == "cuda"
         self._is_cpu = device.type == "cpu"
         self._side: torch.Stream | None = None
         self._has_streams = device.type in ("cuda", "xpu")
@@ -246,9 +247,9 @@ class DeviceRing(Ring):
                 slot = lines.claimed % self.capacity
                 cells = lines.cells[slot]
                 if len(sources) == 1:
-                    cells[0].copy_(sources[0], non_blocking=True)
+                    cells[0].copy_(sources[0], True)
                 else:
-                    torch._foreach_copy_(cells[: len(sources)], sources, non_blocking=True)
+                    torch._foreach_copy_(cells[: len(sources)], sources, True)
                 lines.claimed += 1
                 if self._has_streams:
                     self._mark_stream()
@@ -301,14 +302,16 @@ class DeviceRing(Ring):
 
     def _mark_stream(self) -> None:
         """Remember the stream that the row just written is on: the reader must wait for it."""
-        if self.device.type == "cuda":
+        if self._is_cuda:
             # A tenth of the cost of building a Stream object for every row.
             key = torch._C._cuda_getCurrentRawStream(self._index)
             if key == self._stream_key:
                 return
             self._stream_key = key
-        stream = torch.accelerator.current_stream(self.device)
-        self._streams[stream.stream_id] = stream
+            self._streams[key] = torch.cuda.current_stream(self.device)
+        else:
+            stream = torch.accelerator.current_stream(self.device)
+            self._streams[stream.stream_id] = stream
 
     def _fetch(self, rows: list[_Pending], streams: list[torch.Stream]) -> None:
         """Bring the lines of `rows` into pinned host memory and wait for them."""
@@ -327,17 +330,20 @@ class DeviceRing(Ring):
     def _copy_beside(self, lines: _Lines, span: slice, streams: list[torch.Stream]) -> None:
         """Copy `span` of `lines` on the side stream, behind all that is now on `streams`, and wait for it."""
         if self._side is None:
-            self._side = torch.Stream(self.device)
+            self._side = torch.cuda.Stream(self.device) if self._is_cuda else torch.Stream(self.device)
         for stream in streams:
-            self._side.wait_event(stream.record_event(_event(self.device)))
+            event = self._event()
+            event.record(stream)
+            event.wait(self._side)
         with self._side:
             lines.host[span].copy_(lines.data[span], non_blocking=True)
-        self._side.record_event(_event(self.device)).synchronize()
+        event = self._event()
+        event.record(self._side)
+        event.synchronize()
 
-
-def _event(device: torch.device) -> torch.Event:
-    """An event whose `synchronize` sleeps instead of spinning where the device offers that."""
-    return torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
+    def _event(self) -> Any:
+        """An event whose `synchronize` sleeps instead of spinning where the device offers that."""
+        return torch.cuda.Event(blocking=True) if self._is_cuda else torch.Event(self.device)
 
 
 def _read(pending: _Pending) -> Row:

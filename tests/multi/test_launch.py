@@ -199,24 +199,27 @@ def test_exit_codes_and_restarts(start: Start, tmp_path: Path) -> None:
     assert {"0.0", "0.1", "1.0", "1.1"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_sigterm_is_passed_on_once_and_nothing_survives(start: Start, tmp_path: Path) -> None:
-    body = "signal.signal(signal.SIGTERM, note)"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_passed_on_once_and_nothing_survives(
+    number: signal.Signals, start: Start, tmp_path: Path
+) -> None:
+    body = f"signal.signal({int(number)}, note)"
     after = """
 while not got:
     time.sleep(0.01)
-time.sleep(1)  # saves
+time.sleep(0.5 + int(rank))  # saves
 assert helper.poll() is None, "a helper of the rank, such as a loader worker, was signalled too"
 print("saved", flush=True)
 sys.exit(128 + got[0])
 """
-    child = start(_WITH_HELPER.replace("BODY", body) + after, "-n", "2")
+    child = start(_WITH_HELPER.replace("BODY", body) + after, "-n", "2", "--output", "all")
     _wait_for(lambda: len(_pids(tmp_path)) == 4, "ranks start")
-    child.send_signal(signal.SIGTERM)
+    child.send_signal(number)
     code, out, err = _finish(child)
-    assert code == 128 + signal.SIGTERM
-    assert out == "saved\n"
-    assert err.splitlines()[1:] == ["hotloop launch: stopped by SIGTERM; no process is left"]
-    assert [(tmp_path / f"{rank}.signals").read_text() for rank in (0, 1)] == ["15", "15"]
+    assert code == 128 + number
+    assert out == "[rank 0] saved\n[rank 1] saved\n"
+    assert err.splitlines()[1:] == [f"hotloop launch: stopped by {number.name}; no process is left"]
+    assert [(tmp_path / f"{rank}.signals").read_text() for rank in (0, 1)] == [str(int(number))] * 2
     assert not any(_is_alive(pid) for pid in _pids(tmp_path))
 
 

@@ -73,6 +73,14 @@ def test_one_process_per_accelerator_and_never_more(monkeypatch: pytest.MonkeyPa
         _count_processes(Launch("train.py", processes=5))
     with pytest.raises(LaunchError, match="--device cuda: this machine has 4 xpu devices"):
         _count_processes(Launch("train.py", device="cuda"))
+    monkeypatch.setenv("HOTLOOP_DEVICE", "cpu")
+    assert _count_processes(Launch("train.py")) == 1
+    assert _count_processes(Launch("train.py", device="xpu")) == 4
+    monkeypatch.setenv("HOTLOOP_OVERRIDE", "precision=bf16,device=cuda:0")
+    with pytest.raises(LaunchError, match="HOTLOOP_OVERRIDE cuda: this machine has 4 xpu devices"):
+        _count_processes(Launch("train.py"))
+    monkeypatch.delenv("HOTLOOP_OVERRIDE")
+    monkeypatch.delenv("HOTLOOP_DEVICE")
     monkeypatch.setattr(module, "_accelerators", lambda: (None, 0))
     assert _count_processes(Launch("train.py")) == 1
     assert _count_processes(Launch("train.py", processes=3)) == 3

@@ -8,7 +8,8 @@ Run as a file (`python keeper.py FOLDER`), with the standard library alone and w
 that a rank costs one bare interpreter more and nothing is imported before the user's script.
 
 The folder holds `job.json` (written by `hotloop.parallel.launch`); the keeper adds, in `attempt<K>/rank<R>/`,
-`keeper.pid` and `end.json`, and in `attempt<K>/` the file `failed` once any rank has failed.
+`keeper.pid` and `end.json`, and in `attempt<K>/` the file `failed` once any rank has failed, or `asked`
+once one has ended because SIGUSR1 or 2 asked it to.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ class Keeper:
         self._close_streams()
         if self.asked_by and code in (-self.asked_by, 128 + self.asked_by):
             self.stopped_by = self.asked_by  # it took SIGUSR1 or 2 as a request to end, as under Slurm
+            self._mark("asked")
         if code != 0 and not self.stopped_by:
-            self._mark_failed()
+            self._mark("failed")
         record = {
             "rank": self.rank,
             "pid": self.pid,
@@ -185,7 +187,9 @@ class Keeper:
             self.stopped_by, self.stopped_at = number, now
             grace_s = min(self.grace_s, FAILURE_GRACE_S) if self.other_failed() else self.grace_s
             self.deadline = now + grace_s
-            self._signal(number)
+            # when one rank has ended as SIGUSR1 asked it to, the agent's SIGTERM to the others says nothing new
+            if not (self.asked_by and os.path.exists(os.path.join(self.attempt_folder, "asked"))):
+                self._signal(number)
         elif now - self.stopped_at > _SAME_REQUEST_S.get(
             signal.Signals(self.stopped_by), _SAME_REQUEST_DEFAULT_S
         ):
@@ -215,12 +219,10 @@ class Keeper:
         except FileNotFoundError:
             return False
 
-    def _mark_failed(self) -> None:
-        """Say to the other keepers that this rank has failed, unless another one was first."""
-        with (
-            contextlib.suppress(FileExistsError),
-            open(os.path.join(self.attempt_folder, "failed"), "x") as file,
-        ):
+    def _mark(self, how: str) -> None:
+        """Tell the other keepers how this rank has ended, unless another one was first."""
+        path = os.path.join(self.attempt_folder, how)
+        with contextlib.suppress(FileExistsError), open(path, "x") as file:
             file.write(str(self.rank))
 
     def _close_streams(self) -> None:

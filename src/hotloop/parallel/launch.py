@@ -143,10 +143,13 @@ def _check_surroundings(env: Mapping[str, str], launch: Launch) -> None:
 def _count_processes(launch: Launch) -> int:
     """Processes on this node, checked against the accelerators that are there."""
     kind, present = _accelerators()
-    if launch.device == "cpu":
+    device, said = launch.device, "--device"
+    if device is None:
+        device, said = _device_from_environment(os.environ)
+    if device == "cpu":
         return launch.processes or 1
-    if launch.device is not None and launch.device != kind:
-        raise LaunchError(f"--device {launch.device}: this machine has {_name(kind, present)}")
+    if device is not None and device != kind:
+        raise LaunchError(f"{said} {device}: this machine has {_name(kind, present)}")
     if present == 0:
         return launch.processes or 1
     if launch.processes is not None and launch.processes > present:
@@ -155,6 +158,16 @@ def _count_processes(launch: Launch) -> int:
             f"one per process: ask for at most {present}, or add --device cpu to leave them aside"
         )
     return launch.processes or present
+
+
+def _device_from_environment(env: Mapping[str, str]) -> tuple[str | None, str]:
+    """The type of device that the processes will be told to use by a variable, and the variable's name."""
+    for part in env.get("HOTLOOP_OVERRIDE", "").split(","):
+        name, _, value = part.partition("=")
+        if name.strip() == "device":
+            return value.strip().partition(":")[0], "HOTLOOP_OVERRIDE"
+    value = env.get("HOTLOOP_DEVICE", "")
+    return value.partition(":")[0] or None, "HOTLOOP_DEVICE"
 
 
 def _accelerators() -> tuple[str | None, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import html
 import os
 import shutil
 import sys
@@ -230,7 +229,9 @@ class Progress:
 
     def _show(self, line: ProgressLine) -> None:
         """Update the notebook's output, or make it."""
-        text = html.escape(line.text())
+        from html import escape  # its table of entities is of no use elsewhere
+
+        text = escape(line.text())
         bar = ""
         if line.total_updates:
             done = min(line.updates, line.total_updates)

@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import re
-import secrets
 import sys
 import threading
 import time
@@ -291,7 +290,7 @@ def _make_folder(folder: str | os.PathLike[str] | None, script: Path | None) -> 
     name = re.sub(r"[^A-Za-z0-9_.]+", "_", script.stem if script else "notebook")[:40]
     while True:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        path = base / f"{stamp}-{name}-{secrets.token_hex(3)}"
+        path = base / f"{stamp}-{name}-{os.urandom(3).hex()}"
         try:
             path.mkdir()
         except FileExistsError:

@@ -89,6 +89,22 @@ def test_how_a_run_ended_is_said_once() -> None:
         record.finish("done")
 
 
+def test_code_beside_a_chosen_folder_is_not_taken_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Path
+) -> None:
+    seen: list[Path] = []
+
+    def look(folder: Path, script: Path | None, *, ignore: Path) -> dict[str, Any]:
+        seen.append(ignore)
+        return {}
+
+    monkeypatch.setattr(record_module, "capture_source", look)
+    monkeypatch.chdir(tmp_path)
+    for options in ({}, {"folder": "mine"}, {"folder": "out/mine"}):
+        Record.start(script=script, **options).finish()  # type: ignore[arg-type]
+    assert seen == [tmp_path / "runs", tmp_path / "mine", tmp_path / "out"]
+
+
 def test_two_runs_at_once_have_folders_of_their_own(base: Path) -> None:
     records = [Record.start() for _ in range(5)]
     assert len({record.folder for record in records}) == 5

@@ -238,9 +238,9 @@ class Record:
         """Look at code and packages in a thread: git may take seconds on a large repository."""
         if not self.enabled or self.folder is None:
             return
-        # Before anything else writes below it: the runs themselves are no part of the code.
+        # Runs are no part of the code; but a folder chosen by the user may lie in the midst of it.
         ignore = self.folder.parent.resolve()
-        if script is not None and script.resolve().is_relative_to(ignore):
+        if (script or Path.cwd()).resolve().is_relative_to(ignore):
             ignore = self.folder.resolve()
 
         def observe() -> None:

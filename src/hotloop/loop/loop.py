@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -202,7 +203,8 @@ class Loop:
         if not window.plain:
             window.enter()
             loss = window.weigh(loss, weight)
-            window.loss_bad = getattr(self._state, "loss_bad", False)
+            if isinstance(self._state, HostState) and self._watching:
+                window.loss_bad = not self._state.losses_finite()
         if isinstance(self._state, ResidentState) and self._state.scale is not None:
             loss = self._state.scale.apply(loss)
         loss.backward(**kwargs)
@@ -337,8 +339,8 @@ class Loop:
         self._session.progress.set_totals(None if per_epoch is None else round(per_epoch * epochs), epochs)
 
     def _samples_seen(self) -> int:
-        loaders = self._loaders
-        return sum(x.samples_handed_out for x in loaders if x.with_grad) if loaders else 0
+        loader = self._preparer.training_loader()
+        return 0 if loader is None else loader.handed_out * loader.batch_samples
 
     def _between_batches(self) -> None:
         if not torch.is_grad_enabled():
@@ -477,6 +479,11 @@ class Loop:
     def _position(self) -> Position:
         loader = self._preparer.training_loader()
         return Position(self._epoch, self.updates, loader is not None and loader.live)
+
+    @property
+    def record_folder(self) -> Path | None:
+        """The folder of this run's record; None if there is none."""
+        return self._session.folder
 
     def explain(self) -> str:
         """What this loop does and decided by itself, as a text of a few lines."""

@@ -123,12 +123,13 @@ class HostUpdates(Updates):
         self.applied = 0
         self.refused = False
         self._finite = True
+        self._special = False
         self._on_bad = on_bad
 
     def install(self) -> None:
-        """See `Updates.install`; with nothing to watch and one process, `step` is as short as can be."""
-        if self.window.plain and not self.state.watching:
-            self.step = self._step_plainly  # type: ignore[method-assign]
+        """See `Updates.install`; one process without accumulation gets a step that is as short as can be."""
+        if self.window.plain:
+            self.step = self._watched_step() if self.state.watching else self._step_plainly  # type: ignore[method-assign]
         super().install()
 
     def _step_plainly(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,6 +139,41 @@ class HostUpdates(Updates):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
+    def _watched_step(self) -> Callable[..., Any]:
+        """A step that looks at gradients and losses first, with what it needs in locals: 3 microseconds less."""
+        inner, optimizer, state, keepers = self._step, self.optimizer, self.state, self.keepers
+        judge, losses = state.judge, state.losses
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            if self.judged or closure is not None or self._special:
+                return HostUpdates.step(self, closure)
+            # held until after the step: the optimizer then meets the same Python objects instead of new ones
+            gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+            try:
+                finite = judge(gradients, 1.0)
+            except RuntimeError:
+                # sparse or complex gradients: the general way knows them
+                self._special = True
+                return HostUpdates.step(self, closure)
+            for loss in losses:
+                value = loss.item() if loss.dim() == 0 else loss.detach().sum().item()
+                finite = finite and value - value == 0.0
+            losses.clear()
+            if not finite:
+                self._refuse()
+                return None
+            result = inner()
+            self.attempted += 1
+            self.applied += 1
+            self.refused = False
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            for keeper in keepers:
+                keeper.accept()
+            return result
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return step
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update, refused if a loss or gradient is not finite; nothing inside a window."""
         window, state = self.window, self.state
@@ -145,18 +181,19 @@ class HostUpdates(Updates):
             return self._postpone()
         if closure is not None:
             return self._step_with(closure)
-        factor = 1.0 if window.plain else window.factor()
+        factor = 1.0 if window.plain else float(window.factor())
         finite = self._finite
         if not self.judged:
             rest = self._remaining()
             if state.watching:
-                finite = state.judge(rest, float(factor)) and finite
+                finite = state.judge(rest, factor) and finite
             elif factor != 1.0 and rest:
-                torch._foreach_mul_(rest, float(factor))
-        bad_loss = state.loss_bad if window.plain else (state.loss_bad or window.loss_bad)
+                torch._foreach_mul_(rest, factor)
+        if state.watching:
+            finite = finite and (state.losses_finite() if window.plain else not window.loss_bad)
         state.close_losses()
         self._finite = True
-        if state.watching and (bad_loss or not finite):
+        if not finite:
             self._refuse()
             return None
         result = self._step()
@@ -174,10 +211,11 @@ class HostUpdates(Updates):
                 "and accumulation=1"
             )
         result = self._step(closure)
-        bad_loss, self.state.loss_bad = self.state.loss_bad, False
+        finite = self.state.losses_finite()
+        self.state.close_losses()
         self.applied += 1
         self._finish()
-        if self.state.watching and bad_loss:
+        if self.state.watching and not finite:
             self._on_bad(self)
         return result
 

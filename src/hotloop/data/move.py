@@ -1,0 +1,178 @@
+"""Structures of a batch: walk them, move their tensors to a device, count their samples; types are kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+__all__ = ["count_samples", "map_tensors", "move"]
+
+_LEAVES = (str, bytes, int, float, bool, complex, type(None))
+
+
+def map_tensors(
+    batch: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    change_object: Callable[[Any], Any] | None = None,
+) -> Any:
+    """`batch` with every tensor in it replaced by `change(tensor)`; the very same object if nothing changed.
+
+    Understood are dict, OrderedDict, defaultdict, UserDict and other mutable mappings, list, tuple,
+    namedtuple, subclasses of these, and dataclasses (frozen ones too); each keeps its type and its other
+    attributes. An object of another kind that has a `.to` method goes to `change_object`, if given.
+    """
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, _LEAVES):
+        return batch
+    kind = type(batch)
+    if kind is list or kind is tuple:
+        items = [map_tensors(item, change, change_object) for item in batch]
+        if all(new is old for new, old in zip(items, batch, strict=True)):
+            return batch
+        return items if kind is list else tuple(items)
+    if isinstance(batch, Mapping):
+        if not _is_own_mapping(batch) and hasattr(batch, "to"):
+            return batch if change_object is None else change_object(batch)
+        return _map_mapping(batch, change, change_object)
+    if isinstance(batch, (list, tuple)):
+        if hasattr(batch, "to"):  # such as PackedSequence, whose constructor is no plain tuple's
+            return batch if change_object is None else change_object(batch)
+        return _map_sequence(batch, change, change_object)
+    if hasattr(batch, "to") and not isinstance(batch, type):
+        return batch if change_object is None else change_object(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return _map_dataclass(batch, change, change_object)
+    return batch
+
+
+def _is_own_mapping(batch: Any) -> bool:
+    return isinstance(batch, (dict, UserDict))
+
+
+def _map_mapping(batch: Any, change: Any, change_object: Any) -> Any:
+    items = {key: map_tensors(item, change, change_object) for key, item in batch.items()}
+    if all(items[key] is batch[key] for key in items):
+        return batch
+    kind = type(batch)
+    if kind is dict:
+        return items
+    if kind is OrderedDict:
+        return OrderedDict(items)
+    if kind is defaultdict:
+        return defaultdict(batch.default_factory, items)
+    if isinstance(batch, MutableMapping):
+        changed: Any = copy.copy(batch)
+        for key, item in items.items():
+            changed[key] = item
+        return changed
+    return kind(items)
+
+
+def _map_sequence(batch: Any, change: Any, change_object: Any) -> Any:
+    items = [map_tensors(item, change, change_object) for item in batch]
+    if all(new is old for new, old in zip(items, batch, strict=True)):
+        return batch
+    kind: Any = type(batch)
+    if isinstance(batch, list):
+        changed = copy.copy(batch)
+        changed[:] = items
+        return changed
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+
+
+def _map_dataclass(batch: Any, change: Any, change_object: Any) -> Any:
+    changes = {}
+    for field in dataclasses.fields(batch):
+        old = getattr(batch, field.name)
+        new = map_tensors(old, change, change_object)
+        if new is not old:
+            changes[field.name] = new
+    if not changes:
+        return batch
+    changed = copy.copy(batch)
+    for name, new in changes.items():
+        object.__setattr__(changed, name, new)  # a frozen class refuses the ordinary way
+    return changed
+
+
+def move(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """`batch` with all its tensors on `device`; the same object if they all are there already.
+
+    Objects with a `.to` method are moved by it, and what it returns (or the object itself, if it returns
+    None) takes their place.
+    """
+    device = torch.device(device)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=non_blocking)
+
+    return map_tensors(batch, change, lambda value: move_object(value, device, non_blocking))
+
+
+def move_object(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    """`value.to(device)`, with `non_blocking` if its method takes that."""
+    try:
+        moved = value.to(device, non_blocking=non_blocking)
+    except TypeError:
+        moved = value.to(device)
+    return value if moved is None else moved
+
+
+def count_samples(batch: Any) -> int:
+    """How many samples `batch` holds: the length of the first dimension of its first tensor.
+
+    Without a tensor that has dimensions, the length of its first list; without one, 1.
+
+    >>> count_samples({"ids": torch.zeros(7, 3), "name": ["a"] * 7})
+    7
+    >>> count_samples(["first", "second"])
+    2
+    """
+    size = _first_size(batch)
+    if size is not None:
+        return size
+    found = _first_list(batch)
+    return 1 if found is None else found
+
+
+def _first_size(batch: Any) -> int | None:
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else None
+    if isinstance(batch, _LEAVES):
+        return None
+    for item in _children(batch):
+        size = _first_size(item)
+        if size is not None:
+            return size
+    return None
+
+
+def _first_list(batch: Any) -> int | None:
+    if isinstance(batch, list):
+        inner = next((item for item in batch if isinstance(item, (list, Mapping))), None)
+        return len(batch) if inner is None else _first_list(inner)
+    if isinstance(batch, (*_LEAVES, torch.Tensor)):
+        return None
+    for item in _children(batch):
+        found = _first_list(item)
+        if found is not None:
+            return found
+    return None
+
+
+def _children(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, (list, tuple)):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    if hasattr(batch, "to") and hasattr(batch, "__dict__"):
+        return vars(batch).values()
+    return ()

@@ -1,0 +1,175 @@
+"""Worker processes: torch's own, fed with tickets that say what to fetch under which random streams."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from hotloop.data.fetch import Fetch, build_fetch
+from hotloop.data.randomness import batch_seed, seed_streams
+
+__all__ = ["MapWorkers", "StreamWorkers", "Ticket", "WorkerStart"]
+
+Ticket = tuple[Any, int | None, int | None]
+"""(indices or None, seed of the streams or None, epoch for the dataset's `set_epoch` or None)."""
+
+
+class _Inner(DataLoader[Any]):
+    """torch's loader without its advice on the number of workers, which the user's loader gave already."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Say nothing."""
+
+
+class WorkerStart:
+    """Runs first in every worker: torch's own seeding from our base seed, the user's dataset, their function.
+
+    Torch's loader is built over a wrapper and a generator of ours; user code must see neither, so
+    `get_worker_info()` gets the dataset and the seed that it would have shown.
+    """
+
+    def __init__(self, base_seed: int, user_function: Callable[[int], None] | None) -> None:
+        self.base_seed = base_seed
+        self.user_function = user_function
+
+    def __call__(self, worker: int) -> None:
+        """Prepare worker number `worker`, in its process."""
+        info: Any = get_worker_info()
+        seed = self.base_seed + worker
+        object.__setattr__(info, "seed", seed)
+        object.__setattr__(info, "dataset", info.dataset.user_dataset)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(_numpy_words(self.base_seed, worker))
+        if self.user_function is not None:
+            self.user_function(worker)
+
+
+def _numpy_words(base_seed: int, worker: int) -> Any:
+    """The words that torch seeds numpy with in a worker."""
+    from torch.utils.data._utils import worker as module
+
+    generate = getattr(module, "_generate_state", None)
+    if generate is not None:
+        return generate(base_seed, worker)
+    return np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32]).generate_state(4)
+
+
+def _pass_on(batch: Any) -> Any:
+    """Collation was done with the fetch, under the same random streams."""
+    return batch
+
+
+class _TicketDataset(Dataset[Any]):
+    """Turns a ticket into a batch, inside a worker."""
+
+    def __init__(self, dataset: Any, collate: Any, auto_collation: bool) -> None:
+        self.user_dataset = dataset
+        self._collate = collate
+        self._auto_collation = auto_collation
+        self._fetch: Fetch | None = None
+        self._epoch: int | None = None
+
+    def __getitem__(self, ticket: Ticket) -> Any:
+        indices, seed, epoch = ticket
+        if indices is None:
+            return None
+        if epoch is not None and epoch != self._epoch:
+            self._epoch = epoch
+            self.user_dataset.set_epoch(epoch)
+        if self._fetch is None:
+            self._fetch = build_fetch(self.user_dataset, self._collate, self._auto_collation)
+        if seed is not None:
+            seed_streams(seed)
+        return self._fetch(indices)
+
+
+class _TicketSource:
+    """The sampler of the inner loader: hands over whatever tickets are on offer at the time."""
+
+    def __init__(self) -> None:
+        self.tickets: Iterator[Ticket] = iter(())
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return self.tickets
+
+
+def _inner_settings(source: Any) -> dict[str, Any]:
+    pin = bool(source.pin_memory) and torch.accelerator.is_available()
+    return {
+        "num_workers": source.num_workers,
+        "pin_memory": pin,
+        "timeout": source.timeout,
+        "multiprocessing_context": source.multiprocessing_context,
+        "prefetch_factor": source.prefetch_factor,
+        "persistent_workers": source.persistent_workers,
+        # The seeds come from WorkerStart; nobody's generator may pay for torch's own draw.
+        "generator": torch.Generator(),
+    }
+
+
+class MapWorkers:
+    """The workers of a map-style loader. Batches come in the order of the tickets, always."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._tickets = _TicketSource()
+        self._inner: DataLoader[Any] = _Inner(
+            _TicketDataset(source.dataset, source.collate_fn, source.batch_sampler is not None),
+            batch_size=None,
+            sampler=self._tickets,
+            collate_fn=_pass_on,
+            **_inner_settings(source),
+        )
+
+    def batches(self, tickets: Iterator[Ticket], base_seed: int) -> Iterator[Any]:
+        """One batch for every ticket. Reads tickets ahead, as many as torch's loader prefetches."""
+        self._tickets.tickets = tickets
+        self._inner.worker_init_fn = WorkerStart(base_seed, self._source.worker_init_fn)
+        return iter(self._inner)
+
+
+class _WorkerStream(IterableDataset[Any]):
+    """The user's iterable inside a worker, with fresh streams each time that a lasting worker starts over."""
+
+    def __init__(self, dataset: Any, base_seed: int, first_round: int) -> None:
+        self.user_dataset = dataset
+        self.base_seed = base_seed
+        self.round = first_round
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if self.round > 0 and info is not None:
+            seed_streams(batch_seed(batch_seed(self.base_seed, self.round), info.id))
+        self.round += 1
+        return iter(self.user_dataset)
+
+
+class StreamWorkers:
+    """The workers of a loader over an IterableDataset. Each has streams of its own, anew each epoch."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._inner: DataLoader[Any] | None = None
+
+    def batches(self, base_seed: int, round_number: int) -> Iterator[Any]:
+        """The batches of one epoch. `round_number` counts the epochs that lasting workers have served."""
+        source = self._source
+        if self._inner is None or not source.persistent_workers:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._inner = _Inner(
+                    _WorkerStream(source.dataset, base_seed, round_number),
+                    batch_size=source.batch_size,
+                    drop_last=source.drop_last,
+                    collate_fn=source.collate_fn,
+                    worker_init_fn=WorkerStart(base_seed, source.worker_init_fn),
+                    **_inner_settings(source),
+                )
+        return iter(self._inner)

@@ -1,0 +1,671 @@
+"""Loaders that give each rank its share, on its device, and say when their last batch is out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from hotloop.accelerate.dispatch import RoundReader, send_rounds
+from hotloop.accelerate.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    find_sampler,
+    is_sharded,
+    sample_count,
+)
+from hotloop.accelerate.state import GradientState, PartialState
+from hotloop.accelerate.utils.dataclasses import RNGType
+from hotloop.accelerate.utils.operations import slice_tensors
+from hotloop.accelerate.utils.random import synchronize_rng_states
+from hotloop.data.move import count_samples, move
+from hotloop.data.prefetch import find_lane, moved_steps, prefetched_steps
+from hotloop.data.randomness import GlobalStreams, seed_streams
+from hotloop.data.step import Step
+from hotloop.errors import DataError
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+# what makes up a DataLoader, apart from its dataset and the order of its samples
+_OPTIONS = [
+    name
+    for name in inspect.signature(DataLoader.__init__).parameters
+    if name not in ("self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+]
+
+
+class DataLoaderStateMixin:
+    """Tells the shared `GradientState` which loader is being iterated and whether its last batch is out.
+
+    Attributes:
+        end_of_dataloader: the batch handed out last is the last one.
+        remainder: how many samples of the last global batch are real; 0: all; -1: not known.
+        batch_samples: samples in the batch handed out last, on this rank.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    batch_samples = 0
+
+    def reset(self) -> None:
+        """Forget where the last iteration was."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """An iteration starts."""
+        self.reset()
+        if not getattr(self, "_drop_last", False):
+            samples = self._samples_per_epoch()
+            with contextlib.suppress(TypeError, AttributeError, ZeroDivisionError):
+                self.remainder = -1 if samples is None else samples % self.total_batch_size  # type: ignore[attr-defined]
+        GradientState()._add_dataloader(self)
+
+    def end(self) -> None:
+        """An iteration is over, or was abandoned."""
+        GradientState()._remove_dataloader(self)
+
+    def _samples_per_epoch(self) -> int | None:
+        """Samples over all ranks in one epoch, before anything is repeated to make ranks even."""
+        loader: Any = self
+        if is_sharded(loader.batch_sampler):
+            return None  # a sampler that shards by itself also repeats by itself, where it likes
+        counted = None if isinstance(loader.dataset, IterableDataset) else sample_count(loader.batch_sampler)
+        if counted is not None:
+            return counted
+        dataset = (
+            loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+        )
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
+
+
+class _Order:
+    """The index sampler of a `DataLoaderShard`: it skips, agrees with other ranks, draws as it once did."""
+
+    def __init__(self, loader: DataLoaderShard, sampler: Any) -> None:
+        self.loader = loader
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self.loader
+        streams = loader._sampler_streams
+        order = iter(self.sampler) if streams is None else _drawn_from(self.sampler, streams)
+        for number, batch in enumerate(order):
+            if number >= loader._skip_now:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def _drawn_from(sampler: Any, streams: GlobalStreams) -> Iterator[Any]:
+    """Iterate `sampler`; what it draws from global generators comes from `streams`, not the run's own."""
+    order: Iterator[Any] | None = None
+    while True:
+        before = GlobalStreams()
+        streams.put_back()
+        try:
+            order = iter(sampler) if order is None else order
+            batch = next(order)
+        except StopIteration:
+            return
+        finally:
+            streams = GlobalStreams()
+            before.put_back()
+        yield batch
+
+
+class DataLoaderShard(DataLoader[Any], DataLoaderStateMixin):
+    """A DataLoader over one rank's share whose batches arrive on the device, one fetched ahead.
+
+    Args:
+        dataset: of this rank's share, if it is an iterable one.
+        device: where batches go; None leaves them.
+        rng_types: generators made equal on all ranks at the start of each iteration.
+        synchronized_generator: the one meant by "generator" in `rng_types`.
+        skip_batches: batches left out at the start of each iteration.
+        use_stateful_dataloader: the position is saved with the run's state.
+        iteration: number of the next epoch.
+        **kwargs: as DataLoader's.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        _agree: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._skip_now = 0
+        self._sampler_streams: GlobalStreams | None = None
+        super().__init__(dataset, **kwargs)
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.gradient_state = GradientState()
+        self.iteration = iteration
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self._agree = _agree
+        self._parent: DataLoaderShard | None = None
+        self._delivered = 0
+        self._epoch_start: dict[str, Any] | None = None
+        self._resume: dict[str, Any] | None = None
+
+    @property
+    def _index_sampler(self) -> Any:
+        inner = super()._index_sampler
+        return inner if isinstance(self.dataset, IterableDataset) else _Order(self, inner)
+
+    @property
+    def base_dataloader(self) -> DataLoaderShard:
+        """The loader itself: it is a DataLoader, not a wrapper of one."""
+        return self
+
+    def __iter__(self) -> Any:
+        return self._run()
+
+    def _run(self) -> Iterator[Any]:
+        if self.rng_types:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self.begin()
+        try:
+            yield from self._epoch()
+        finally:
+            self.end()
+
+    def _epoch(self) -> Iterator[Any]:
+        resumed, self._resume = self._resume, None
+        if resumed is not None:
+            self.iteration = resumed["iteration"]
+        self.set_epoch(self.iteration)
+        skip = max(self.skip_batches, 0 if resumed is None else resumed["delivered"])
+        by_index = not isinstance(self.dataset, IterableDataset)
+        self._skip_now = skip if by_index else 0
+        batches = self._open(resumed)
+        if not by_index:
+            next(itertools.islice(batches, skip, skip), None)
+        self._delivered = skip
+        moved = self._on_device(batches)
+        current = next(moved, None)
+        while current is not None:
+            following = next(moved, None)
+            self._delivered += 1
+            batch, self.batch_samples = current
+            self.end_of_dataloader = following is None
+            yield batch
+            current = following
+        self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        self.iteration += 1
+        self._delivered = 0
+        self._epoch_start = None
+        if self._parent is not None:
+            self._parent.iteration = max(self._parent.iteration, self.iteration)
+
+    def _on_device(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        """Each batch on the device, with its samples; on an accelerator the next one's copy is under way."""
+        device = self.device
+        if device is None:
+            for batch in batches:
+                yield batch, count_samples(batch)
+            return
+        steps = (Step(None, 0, count_samples(batch), -1, None, 0, 0, 0, batch=batch) for batch in batches)
+        lane = find_lane(device)
+        queued = moved_steps(steps, device) if lane is None else prefetched_steps(steps, device, 1, lane)
+        for step in queued:
+            yield step.batch, step.samples
+
+    def _open(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        """The epoch's batches; its random draws are noted, or repeated as they were noted."""
+        sampler = self.get_sampler()
+        if resumed is None:
+            start: dict[str, Any] = self._generator_states()
+            start.update(streams=GlobalStreams().state_dict(), seed=self._agreed_seed())
+        else:
+            start = resumed["start"]
+            self._set_generators(start)
+        self._epoch_start = start
+        self._sampler_streams = None
+        if start["seed"] is not None:
+            before = GlobalStreams()
+            seed_streams(start["seed"])
+            self._sampler_streams = GlobalStreams()
+            before.put_back()
+        if resumed is None or isinstance(sampler, SequentialSampler):
+            return super().__iter__()
+        if self._sampler_streams is not None:
+            return super().__iter__()
+        streams = start["streams"]
+        with GlobalStreams.from_state_dict(streams).in_force():
+            # opening an epoch draws a seed for workers first; the sampler's draws come after it
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._sampler_streams = GlobalStreams()
+        if self.generator is not None and start["loader"] is not None:
+            self.generator.set_state(start["loader"])
+        with GlobalStreams.from_state_dict(streams).in_force():
+            return super().__iter__()
+
+    def _agreed_seed(self) -> int | None:
+        """A seed for samplers that have no generator of their own to keep equal, the same on every rank."""
+        processes = PartialState().processes
+        if not self._agree or processes.world == 1:
+            return None
+        seed = int(torch.randint(2**62, ()).item()) if processes.is_main else 0
+        return int(processes.broadcast_object(seed))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration is: the next one after `load_state_dict` delivers what would come now."""
+        if self.end_of_dataloader or self._epoch_start is None:
+            done = self.iteration + int(self._epoch_start is not None)
+            return {"iteration": done, "delivered": 0, "start": None, "now": self._generator_states()}
+        return {"iteration": self.iteration, "delivered": self._delivered, "start": self._epoch_start}
+
+    def _generator_states(self) -> dict[str, Any]:
+        generator = getattr(self.get_sampler(), "generator", None)
+        return {
+            "sampler": None if generator is None else generator.get_state(),
+            "loader": None if self.generator is None else self.generator.get_state(),
+        }
+
+    def _set_generators(self, states: dict[str, Any]) -> None:
+        for one, saved in (
+            (getattr(self.get_sampler(), "generator", None), states["sampler"]),
+            (self.generator, states["loader"]),
+        ):
+            if one is not None and saved is not None:
+                one.set_state(saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration continue where `state_dict` was taken; later ones are whole epochs."""
+        if state_dict["start"] is None:
+            self.iteration = state_dict["iteration"]
+            self._resume = None
+            self._set_generators(state_dict["now"])
+        else:
+            self._resume = state_dict
+
+    def repeat_epoch(self, state_dict: dict[str, Any]) -> None:
+        """As `load_state_dict`, but from the start of the epoch, in the same order: scripts skip by themselves."""
+        self.load_state_dict({**state_dict, "delivered": 0})
+
+    def set_epoch(self, epoch: int) -> None:
+        """Number the next epoch, for samplers and datasets that want to know."""
+        self.iteration = epoch
+        seen = 0
+        holder: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        while holder is not None and seen < 8:
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+            holder = getattr(holder, "batch_sampler", None) or getattr(holder, "sampler", None)
+            seen += 1
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            shard = self.dataset
+            return shard.batch_size if shard.split_batches else shard.batch_size * shard.num_processes
+        holder: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        if getattr(holder, "split_batches", False):
+            return int(holder.batch_size)
+        return int(holder.batch_size * getattr(holder, "num_processes", 1))
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset, over all ranks."""
+        return int(getattr(self.dataset, "total_length", None) or len(self.dataset))  # type: ignore[arg-type]
+
+    def get_sampler(self) -> Any:
+        """The sampler of single indices."""
+        return find_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler of single indices."""
+        holder: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        while holder is not None:
+            if getattr(holder, "sampler", None) is not None or not hasattr(holder, "batch_sampler"):
+                object.__setattr__(holder, "sampler", sampler)
+            holder = getattr(holder, "batch_sampler", None)
+
+    def __len__(self) -> int:
+        if self.skip_batches:
+            return max(super().__len__() - self.skip_batches, 0)
+        return super().__len__()
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A DataLoader that leaves out its first batches."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
+        )
+
+
+class DataLoaderDispatcher(DataLoaderShard):
+    """A DataLoader that only rank 0 reads; it sends every rank its part, of any shape.
+
+    Args:
+        dataset: read on rank 0.
+        split_batches: divide each batch among ranks; otherwise each rank gets batches of the loader's size.
+        slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)` cuts a rank's part out of a batch.
+        **kwargs: as `DataLoaderShard`'s.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.split_batches = split_batches
+        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.state = PartialState()
+        if self.device is None:
+            self.device = self.state.device
+
+    def _epoch(self) -> Iterator[Any]:
+        resumed, self._resume = self._resume, None
+        if resumed is not None:
+            self.iteration = resumed["iteration"]
+        self.set_epoch(self.iteration)
+        skip = max(self.skip_batches, 0 if resumed is None else resumed["delivered"])
+        self._skip_now = 0
+        processes = self.state.processes
+        reader = None
+        if processes.is_main:
+            reader = RoundReader(
+                self._open(resumed),
+                processes.world,
+                split_batches=self.split_batches,
+                drop_last=self._drop_last,
+                slice_fn=self.slice_fn,
+            )
+        elif resumed is None:
+            self._epoch_start = {}
+        number = 0
+        for part, last, remainder in send_rounds(reader, processes):
+            number += 1
+            if number <= skip:
+                continue
+            assert self.device is not None
+            self.batch_samples = count_samples(part)
+            self._delivered = number
+            moved = move(part, self.device, True)
+            if last:
+                self.end_of_dataloader = True
+                self.remainder = remainder
+            yield moved
+        self._close_epoch()
+
+    def __len__(self) -> int:
+        whole = DataLoader.__len__(self)
+        if not self.split_batches:
+            world = self.state.num_processes
+            whole = whole // world if self._drop_last else math.ceil(whole / world)
+        return max(whole - self.skip_batches, 0)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        order: Any = self.batch_sampler
+        size = order.batch_size if self.batch_size is None else self.batch_size
+        return int(size if self.split_batches else size * self.state.num_processes)
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler of single indices of a DataLoader."""
+    return find_sampler(dataloader)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> Any:
+    """A loader like `dataloader` that gives this rank its share.
+
+    Args:
+        dataloader: any torch DataLoader; one whose sampler shards by itself (DistributedSampler) is not
+            sharded again.
+        device: where batches go, with `put_on_device`.
+        num_processes: ranks; default: all of the run.
+        process_index: this rank.
+        split_batches: the loader's batch is the global one.
+        put_on_device: move batches.
+        rng_types: generators made equal on all ranks at the start of each iteration.
+        dispatch_batches: rank 0 reads for all; default: for iterable datasets, with `put_on_device`.
+        even_batches: complete the last round so that all ranks get as many batches.
+        slice_fn_for_dispatch: cuts a rank's part out of a batch.
+        use_seedable_sampler: shuffle by seed and epoch.
+        data_seed: that seed.
+        non_blocking: copies do not wait, whether or not memory is pinned.
+        use_stateful_dataloader: the position is saved with the run's state.
+        torch_device_mesh: must be None.
+
+    Raises:
+        DataError: a batch cannot be divided by the ranks, or `dispatch_batches` without `put_on_device`.
+    """
+    state = PartialState()
+    world = state.num_processes if num_processes is None else num_processes
+    rank = state.process_index if process_index is None else process_index
+    iterable = isinstance(dataloader.dataset, IterableDataset)
+    if dispatch_batches is None:
+        dispatch_batches = iterable and put_on_device
+    if dispatch_batches and not put_on_device:
+        raise DataError("dispatch_batches=True sends batches from rank 0 and needs put_on_device=True")
+    if split_batches:
+        _check_divides(dataloader, world)
+    nested = isinstance(dataloader.sampler, BatchSampler)
+    batch_sampler: Any = None if iterable else (dataloader.sampler if nested else dataloader.batch_sampler)
+    sampler = find_sampler(dataloader)
+    if use_seedable_sampler and isinstance(sampler, RandomSampler):
+        sampler = _seeded(sampler, data_seed)
+    dataset: Any = dataloader.dataset
+    generator: torch.Generator | None = None
+    agree = False
+    if world > 1 and not dispatch_batches:
+        if iterable:
+            dataset, generator = _share_of_iterable(dataloader, world, rank, split_batches)
+        elif not is_sharded(batch_sampler):
+            generator, agree = _common_generator(sampler, use_seedable_sampler)
+            batch_sampler = BatchSamplerShard(batch_sampler, world, rank, split_batches, even_batches)
+    rng_types = list(rng_types) if rng_types else None
+    if rng_types and generator is None:
+        rng_types = [kind for kind in rng_types if kind not in ("generator", RNGType.GENERATOR)]
+    kwargs: dict[str, Any] = {
+        name: getattr(dataloader, name) for name in _OPTIONS if hasattr(dataloader, name)
+    }
+    if iterable:
+        size: Any = dataloader.batch_size
+        if split_batches and not dispatch_batches and size is not None:
+            size //= world
+        kwargs.update(batch_size=size, drop_last=dataloader.drop_last)
+    elif nested:
+        kwargs.update(sampler=batch_sampler, batch_size=dataloader.batch_size)
+    else:
+        kwargs.update(batch_sampler=batch_sampler)
+    kwargs.update(
+        device=device if put_on_device else None,
+        rng_types=rng_types,
+        synchronized_generator=generator,
+        use_stateful_dataloader=use_stateful_dataloader,
+        _drop_last=dataloader.drop_last,
+        _non_blocking=non_blocking,
+    )
+    if dispatch_batches:
+        prepared: DataLoaderShard = DataLoaderDispatcher(
+            dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **kwargs
+        )
+    else:
+        prepared = DataLoaderShard(dataset, _agree=agree, **kwargs)
+    if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
+        prepared.set_sampler(sampler)
+    return prepared
+
+
+def _check_divides(dataloader: DataLoader[Any], world: int) -> None:
+    size = dataloader.batch_size
+    if size is None:
+        size = getattr(dataloader.batch_sampler, "batch_size", None)
+    if size is None:
+        raise DataError(
+            "split_batches=True needs to know the batch size: neither the DataLoader nor its batch sampler "
+            f"({type(dataloader.batch_sampler).__name__}) has an attribute batch_size"
+        )
+    if size > 1 and size % world:
+        raise DataError(
+            f"split_batches divides each batch by the number of processes: the batch size ({size}) needs to be "
+            f"a round multiple of {world}"
+        )
+
+
+def _seeded(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
+    seeded = SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=data_seed,
+    )
+    # ranks that were seeded differently have to shuffle alike all the same
+    seeded.initial_seed = PartialState().processes.broadcast_object(seeded.initial_seed)
+    return seeded
+
+
+def _share_of_iterable(
+    dataloader: DataLoader[Any], world: int, rank: int, split_batches: bool
+) -> tuple[Any, torch.Generator | None]:
+    dataset: Any = dataloader.dataset
+    shards = getattr(dataset, "n_shards", 0)
+    if not split_batches and hasattr(dataset, "shard") and isinstance(shards, int) and shards >= world:
+        return dataset.shard(num_shards=world, index=rank), None
+    share = IterableDatasetShard(
+        dataset,
+        batch_size=dataloader.batch_size or 1,
+        drop_last=dataloader.drop_last,
+        num_processes=world,
+        process_index=rank,
+        split_batches=split_batches,
+    )
+    return share, getattr(dataset, "generator", None)
+
+
+def _common_generator(sampler: Any, seedable: bool) -> tuple[torch.Generator | None, bool]:
+    """The sampler's generator, to be kept equal on all ranks; and True where it has none to be kept."""
+    if isinstance(sampler, SequentialSampler | SeedableRandomSampler) or (
+        seedable and isinstance(sampler, RandomSampler)
+    ):
+        return None, False
+    if not hasattr(sampler, "generator"):
+        return None, True
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return sampler.generator, False
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader like `dataloader` that leaves out its first batches; all else stays as it was.
+
+    Map-style datasets are not read for skipped batches. When the shortened epoch is over, `dataloader`
+    itself goes on with the epoch after it.
+    """
+    iterable = isinstance(dataloader.dataset, IterableDataset)
+    kwargs: dict[str, Any] = {
+        name: getattr(dataloader, name) for name in _OPTIONS if hasattr(dataloader, name)
+    }
+    dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
+    in_rounds = dispatcher is not None and not dispatcher.split_batches
+    if iterable:
+        kwargs.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
+        kwargs.update(skip_batches=num_batches)
+    else:
+        nested = isinstance(dataloader.sampler, BatchSampler)
+        order = dataloader.sampler if nested else dataloader.batch_sampler
+        skipped = num_batches * dataloader.state.num_processes if in_rounds else num_batches
+        order = SkipBatchSampler(order, skip_batches=skipped)
+        kwargs.update(
+            **(
+                {"sampler": order, "batch_size": dataloader.batch_size}
+                if nested
+                else {"batch_sampler": order}
+            )
+        )
+    if not isinstance(dataloader, DataLoaderShard):
+        return (
+            SkipDataLoader(dataloader.dataset, **kwargs)
+            if iterable
+            else DataLoader(dataloader.dataset, **kwargs)
+        )
+    kwargs.update(
+        device=dataloader.device,
+        rng_types=dataloader.rng_types,
+        synchronized_generator=dataloader.synchronized_generator,
+        use_stateful_dataloader=dataloader.use_stateful_dataloader,
+        iteration=dataloader.iteration,
+        _drop_last=dataloader._drop_last,
+        _non_blocking=dataloader._non_blocking,
+    )
+    if dispatcher is not None:
+        made: DataLoaderShard = DataLoaderDispatcher(
+            dataloader.dataset, split_batches=dispatcher.split_batches, slice_fn=dispatcher.slice_fn, **kwargs
+        )
+    else:
+        made = DataLoaderShard(dataloader.dataset, _agree=dataloader._agree, **kwargs)
+    made._parent = dataloader
+    made._resume, dataloader._resume = dataloader._resume, None
+    return made

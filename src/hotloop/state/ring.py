@@ -215,7 +215,7 @@ class DeviceRing(Ring):
         self._index = -1
         self._is_cuda = device.type == "cuda"
         self._is_cpu = device.type == "cpu"
-        self._side: torch.Stream | None = None
+        self._side: Any = None
         self._has_streams = device.type in ("cuda", "xpu")
         self._streams: dict[int, torch.Stream] = {}
         self._stream_key: int | None = None
@@ -335,7 +335,7 @@ class DeviceRing(Ring):
             event = self._event()
             event.record(stream)
             event.wait(self._side)
-        with self._side:
+        with torch.cuda.stream(self._side) if self._is_cuda else self._side:
             lines.host[span].copy_(lines.data[span], non_blocking=True)
         event = self._event()
         event.record(self._side)

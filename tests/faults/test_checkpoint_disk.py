@@ -18,6 +18,9 @@ import torch
 from hotloop.errors import CheckpointError
 from hotloop.loop.checkpoint import Checkpoints, Snapshot, stream, writer
 
+# The forked children only save, load and end; Python 3.12 warns of any fork beside threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 
 def snapshot(step: int, size: int = 1000) -> Snapshot:
     value = torch.full((size,), float(step))

@@ -20,6 +20,7 @@ def busy() -> None:
     torch.cuda._sleep(200_000_000)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_does_not_wait_and_the_copy_is_of_its_moment(tmp_path: Path) -> None:
     large = torch.zeros(8 << 20, device="cuda")
     small = [torch.zeros(n, device="cuda") for n in (0, 1, 3, 1000)]
@@ -38,9 +39,10 @@ def test_the_host_does_not_wait_and_the_copy_is_of_its_moment(tmp_path: Path) ->
     # The first save allocates pinned memory, which may stop the device; the ones that follow use it again.
     checkpoints.save(tmp_path, snapshot(0), wait=True)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for step in (1, 2, 3):
+            checkpoints.wait()
             busy()  # the values of this step are not there yet when save is called
             for tensor in everything:
                 tensor.fill_(step)

@@ -15,6 +15,9 @@ import torch
 from hotloop.errors import CheckpointError, SettingError
 from hotloop.loop.checkpoint import Checkpoints, Snapshot, folder, list_checkpoints, newest, store, writer
 
+# The forked children only save, load and end; Python 3.12 warns of any fork beside threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 
 def snapshot(step: int, size: int = 8) -> Snapshot:
     value = torch.full((size,), float(step))
@@ -219,6 +222,14 @@ def test_one_checkpoint_may_be_given_directly(tmp_path: Path) -> None:
     assert checkpoints.load(tmp_path / "elsewhere" / "step-0000000001") is None
 
 
+def test_saving_goes_on_beside_the_checkpoint_that_was_given_directly(tmp_path: Path) -> None:
+    checkpoints = Checkpoints()
+    checkpoints.save(tmp_path, snapshot(1), wait=True)
+    checkpoints.save(tmp_path / "step-0000000001", snapshot(2), keep=2, wait=True)
+    assert steps(tmp_path) == [1, 2]
+    assert loaded_step(tmp_path / "step-0000000001") == 1
+
+
 def test_relative_home_and_symlinked_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -414,7 +425,6 @@ def test_pieces_of_a_large_file_are_read_by_several_threads(
     assert loaded is not None
     assert all(torch.equal(loaded.tensors["m"][name], tensors[name]) for name in tensors)
     assert torch.equal(loaded.objects["o"], blob)
-    path = tmp_path / "step-0000000001" / "model.safetensors"
     path = tmp_path / "step-0000000001" / "m.safetensors"
     data = bytearray(path.read_bytes())
     data[-1500] ^= 1

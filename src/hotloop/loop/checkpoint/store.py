@@ -14,7 +14,7 @@ import torch
 from hotloop.errors import CheckpointError, SettingError
 from hotloop.loop.checkpoint import reader, writer
 from hotloop.loop.checkpoint.folder import FolderLock, resolve
-from hotloop.loop.checkpoint.manifest import FORMAT_VERSION
+from hotloop.loop.checkpoint.manifest import FORMAT_VERSION, MANIFEST
 from hotloop.loop.checkpoint.snapshot import Snapshot
 
 __all__ = ["Checkpoints"]
@@ -50,7 +50,8 @@ class Checkpoints:
         stream before whatever is issued next: all may be changed. Call it on the stream that updates them.
 
         Args:
-            folder: made if missing; `~` is expanded. One run at a time may save there.
+            folder: made if missing; `~` is expanded. One run at a time may save there. A path that is itself a
+                checkpoint stands for the folder that it lies in.
             snapshot: what to save.
             keep: how many checkpoints to leave in the folder, the new one included; older ones are deleted
                 once the new one is durable. None keeps all. Those of a later step than this one are never
@@ -69,6 +70,9 @@ class Checkpoints:
             )
         self.wait()
         target = resolve(folder)
+        if (target / MANIFEST).exists():
+            # What was loaded from one checkpoint by its own path goes on in the folder that it lies in.
+            target = target.parent
         lock = FolderLock(target)
         try:
             held = writer.hold(snapshot, clone=not wait)

@@ -56,7 +56,7 @@ def _numbered(stem: str, number: int, ending: str) -> str:
 
 
 @contextlib.contextmanager
-def publish_folder(path: str | os.PathLike[str], save_on_each_node: bool = False) -> Iterator[Path]:
+def publish_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A hidden folder to write a checkpoint into; after the block it is at `path`, in place of what was there.
 
     Collective. Foreign files in an older folder at `path` stay. If a rank raises or dies, `path` is untouched; if
@@ -65,40 +65,43 @@ def publish_folder(path: str | os.PathLike[str], save_on_each_node: bool = False
     Raises:
         CheckpointError: the folder cannot be written, or another rank failed.
     """
-    state = PartialState()
+    processes = PartialState().processes
     target = Path(os.path.abspath(os.path.expanduser(path)))
     hidden = target.parent / f".{target.name}.saving"
-    owner = state.is_local_main_process if save_on_each_node else state.is_main_process
-    if owner:
+    # ranks may save to folders of their own, and one path may be another folder on each node
+    targets = processes.gather_object(str(target))
+    owner = targets.index(str(target)) == processes.rank
+    if owner or processes.is_local_main:
         shutil.rmtree(hidden, ignore_errors=True)
-    state.wait_for_everyone()
+    processes.barrier()
     failure: BaseException | None = None
     try:
         hidden.mkdir(parents=True, exist_ok=True)
         yield hidden
     except Exception as error:
         failure = error
-    faults = state.processes.gather_object(None if failure is None else repr(failure))
-    if failure is None and not any(faults) and owner:
-        try:
-            _list_files(hidden)
-            _take_place(hidden, target)
-        except OSError as error:
-            failure = error
-    faults = [
-        a or b for a, b in zip(faults, state.processes.gather_object(failure and repr(failure)), strict=True)
-    ]
+    faults = processes.gather_object(None if failure is None else repr(failure))
+    for turn in (owner, processes.is_local_main and not owner):
+        if turn and not any(faults) and hidden.exists():
+            try:
+                _list_files(hidden)
+                _take_place(hidden, target)
+            except OSError as error:
+                failure = error
+        processes.barrier()
+    faults = processes.gather_object(None if failure is None else repr(failure))
+    if failure is None and not any(faults):
+        return
+    if owner or processes.is_local_main:
+        shutil.rmtree(hidden, ignore_errors=True)
+    if isinstance(failure, OSError):
+        raise CheckpointError(
+            f"cannot save to {target}: {failure}; what was there before is untouched"
+        ) from failure
     if failure is not None:
-        if owner:
-            shutil.rmtree(hidden, ignore_errors=True)
-        if isinstance(failure, OSError):
-            raise CheckpointError(
-                f"cannot save to {target}: {failure}; what was there before is untouched"
-            ) from failure
         raise failure
-    if any(faults):
-        broken = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
-        raise CheckpointError(f"nothing was saved to {target}, since {'; '.join(broken)}")
+    broken = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
+    raise CheckpointError(f"nothing was saved to {target}, since {'; '.join(broken)}")
 
 
 def _list_files(folder: Path) -> None:

@@ -199,8 +199,11 @@ class DataLoaderShard(DataLoader[Any], DataLoaderStateMixin):
         return self._run()
 
     def _run(self) -> Iterator[Any]:
-        if self.rng_types:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        kinds = list(self.rng_types or ())
+        if self.synchronized_generator is not None and "generator" not in [str(kind) for kind in kinds]:
+            kinds.append("generator")  # ranks have to shuffle alike, asked for or not
+        if kinds:
+            synchronize_rng_states(kinds, self.synchronized_generator)
         self.begin()
         try:
             yield from self._epoch()
@@ -614,7 +617,8 @@ def _common_generator(sampler: Any, seedable: bool) -> tuple[torch.Generator | N
         return None, True
     if sampler.generator is None:
         sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        sampler.generator.manual_seed(PartialState().processes.broadcast_object(seed))
     return sampler.generator, False
 
 

@@ -189,7 +189,7 @@ class SavingMembers:
                 "save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
-        with publish_folder(folder, project.save_on_each_node) as made:
+        with publish_folder(folder) as made:
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, weights, str(made))
             save_accelerator_state(

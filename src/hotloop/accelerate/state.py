@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hotloop.accelerate.interop import forget_state, share_state
 from hotloop.accelerate.utils.dataclasses import (
     DistributedType,
     DynamoBackend,
@@ -110,6 +111,7 @@ class PartialState:
         self.device = device
         kind = {"cuda": "MULTI_GPU", "xpu": "MULTI_XPU"}.get(device.type, "MULTI_CPU")
         self.distributed_type = DistributedType(kind) if processes.world > 1 else DistributedType.NO
+        share_state(self._shared_state, None)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -125,6 +127,7 @@ class PartialState:
     def _reset_state() -> None:
         """Forget everything; the next instance looks again. Meant for tests."""
         PartialState._shared_state.clear()
+        forget_state()
 
     @property
     def initialized(self) -> bool:
@@ -244,6 +247,9 @@ class PartialState:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group(group)
 
+    def __reduce__(self) -> Any:
+        return _attach, (PartialState,)
+
     def __getattr__(self, name: str) -> Any:
         raise _missing("PartialState", name, self._known_attrs)
 
@@ -313,6 +319,7 @@ class AcceleratorState:
         self.torch_tp_plugin = None
         self.parallelism_config = parallelism_config
         self.device_mesh = None
+        share_state(PartialState._shared_state, self._mixed_precision)
         if (
             self.dynamo_plugin.backend != DynamoBackend.NO
             and self._mixed_precision == "no"
@@ -342,6 +349,7 @@ class AcceleratorState:
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the precision (and the processes too, if so asked). Meant for tests."""
         AcceleratorState._shared_state.clear()
+        forget_state()
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -414,6 +422,9 @@ class AcceleratorState:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` in one process of each node."""
         PartialState().print(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _attach, (AcceleratorState,)
 
     def __getattr__(self, name: str) -> Any:
         raise _missing("AcceleratorState", name, self._known_attrs)
@@ -523,6 +534,9 @@ class GradientState:
         """Forget everything. Meant for tests."""
         GradientState._shared_state.clear()
 
+    def __reduce__(self) -> Any:
+        return _attach, (GradientState,)
+
     def __repr__(self) -> str:
         return (
             f"Sync Gradients: {self.sync_gradients}\n"
@@ -530,6 +544,13 @@ class GradientState:
             f"Extra samples added: {self.remainder}\n"
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
+
+
+def _attach(kind: Any) -> Any:
+    """What a pickled state becomes: a view of the state of the process that loads it."""
+    view = kind.__new__(kind)
+    view.__dict__ = kind._shared_state
+    return view
 
 
 def _missing(kind: str, name: str, known: list[str]) -> AttributeError:

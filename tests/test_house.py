@@ -192,12 +192,12 @@ def defined(name: str) -> set[str]:
 
 
 def reexported(name: str) -> set[str]:
-    """Public names that a package's `__init__` takes from hotloop's modules."""
+    """Public names that a package's `__init__` takes from the modules inside it."""
     found = set()
     for node in tree_of(name).body:
-        if isinstance(node, ast.ImportFrom) and _ours(_absolute(node, name)):
+        if isinstance(node, ast.ImportFrom) and _absolute(node, name).startswith(name + "."):
             found |= {alias.asname or alias.name for alias in node.names}
-    return {item for item in found if not item.startswith("_")}
+    return {item for item in found if not item.startswith(("_", "*"))}
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
+import hotloop.seeds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +22,7 @@ def build(tmp_path, **settings):
     x = torch.randn(4096, 64)
     data = TensorDataset(x, x[:, :1] * 2)
     loop = hotloop.Loop(seed=0, record=tmp_path / "run", **settings)
-    model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 1))
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2000)
     loader = DataLoader(data, batch_size=64, shuffle=True)
@@ -68,14 +69,13 @@ def test_profiler_sees_no_synchronising_call(tmp_path):
     for event in events:
         if event.name.startswith("cuda"):
             names[event.name] = names.get(event.name, 0) + 1
-    print(names)
     # one device synchronisation belongs to the profiler's own end
     found = {
         name: n
         for name, n in names.items()
         if name in WAITS and not (name == "cudaDeviceSynchronize" and n <= 1)
     }
-    assert not found
+    assert not found, names
     pageable = [
         e.name
         for e in profile.events()
@@ -96,16 +96,21 @@ def test_resident_twin_equals_plain_pytorch_with_tensor_lr(tmp_path):
     x = torch.randn(4096, 64)
     data = TensorDataset(x, x[:, :1] * 2)
     hotloop.seeds.seed_everything(0)
-    raw = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 1)).cuda()
+    raw = nn.Sequential(
+        nn.Linear(64, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 1)
+    ).cuda()
     optimizer = torch.optim.AdamW(raw.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2000)
+    carrier = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(carrier, 2000)
     made = 0
     while made < 100:
         for a, b in DataLoader(data, batch_size=64, shuffle=True):
             F.mse_loss(raw(a.cuda()), b.cuda()).backward()
             nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
             optimizer.step()
+            carrier.step()
             scheduler.step()
+            optimizer.param_groups[0]["lr"].fill_(scheduler.get_last_lr()[0])
             optimizer.zero_grad()
             made += 1
             if made == 100:

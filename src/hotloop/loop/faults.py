@@ -31,6 +31,7 @@ class Faults:
         self._session = session
         self._trail: deque[tuple[int, int]] = deque(maxlen=_TRAIL)
         self._marks = 0
+        self._stopped = False
         self.preparer: Callable[[], Preparer]
 
     def after(self, updates: HostUpdates | ResidentUpdates) -> None:
@@ -55,10 +56,9 @@ class Faults:
     def settle(self) -> None:
         """Before a result is taken for good: has the device met anything that the host has not heard of yet?"""
         state = self._state
-        if isinstance(state, ResidentState) and state.nonfinite == "stop" and state.watching:
-            refused, bad = state.read()
-            if bad:
-                mark = self._marks - refused
+        if isinstance(state, ResidentState) and state.nonfinite == "stop" and not self._stopped:
+            mark = state.first_bad()
+            if mark is not None:
                 self._stop(mark, next((batch for made, batch in self._trail if made == mark), 0))
 
     def _say_skipped(self) -> None:
@@ -80,6 +80,7 @@ class Faults:
         return found or None
 
     def _stop(self, step: int, batch: int) -> None:
+        self._stopped = True
         indices = self._indices(batch)
         where = ""
         if self._session.folder is not None:

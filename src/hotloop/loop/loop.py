@@ -106,8 +106,8 @@ class Loop:
             seed_everything(self.settings["seed"])
         self._state = make_state(self.device, self.settings["nonfinite"], scaled=self.precision.scaled)
         self._window = Window(self.settings["accumulation"], self.processes, self.device)
-        if isinstance(self._state, ResidentState):
-            self._window.probe = self._state.probe
+        if isinstance(self._state, ResidentState) and self.processes.world > 1 and self._state.watching:
+            self._window.probe = self._state.share_losses()
         self._plain = self._window.plain and not self.precision.scaled
         self._watching = self._state.watching
         self._epoch = -1

@@ -48,6 +48,8 @@ class Binding:
         self.hold_sync = False
         self.convert_outputs = True
         self._inside = False
+        # one object for all calls: building it costs as much as a kernel launch; `_inside` keeps it from nesting
+        self._autocast = autocast_context(device, dtype)
 
     @property
     def needed(self) -> bool:
@@ -68,7 +70,7 @@ class Binding:
             through = self.replica if learning and self.replica is not None else None
             if self.dtype is None:
                 return through(*args, **kwargs) if through is not None else run(module, *args, **kwargs)
-            with autocast_context(self.device, self.dtype):
+            with self._autocast:
                 out = through(*args, **kwargs) if through is not None else run(module, *args, **kwargs)
             return outputs_to_float32(out) if self.convert_outputs else out
         finally:

@@ -104,7 +104,8 @@ def _waiting_gradients(registry: Registry, window: Window) -> list[dict[str, tor
 def _state_of(state: HostState | ResidentState) -> dict[str, Any]:
     if not state.resident:
         return {"skipped": state.skipped}  # type: ignore[union-attr]
-    found: dict[str, Any] = {"skipped": state.read()[0], "bad": state.read()[1]}  # type: ignore[union-attr]
+    refused, bad = state.read()  # type: ignore[union-attr]
+    found: dict[str, Any] = {"skipped": refused, "bad": bad}
     if state.scale is not None:  # type: ignore[union-attr]
         found["scale"] = state.scale.state_dict()  # type: ignore[union-attr]
     return found
@@ -213,7 +214,6 @@ def _load_state(state: HostState | ResidentState, saved: dict[str, Any]) -> None
     if not state.resident:
         state.skipped = saved["skipped"]  # type: ignore[union-attr]
         return
-    state.counts[0].fill_(saved["skipped"])  # type: ignore[union-attr]
-    state.counts[1].fill_(saved.get("bad", 0))  # type: ignore[union-attr]
+    state.load(saved["skipped"], saved.get("bad", 0))  # type: ignore[union-attr]
     if state.scale is not None and "scale" in saved:  # type: ignore[union-attr]
         state.scale.load_state_dict(saved["scale"])  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ import torch
 from hotloop.loop.updates import HostUpdates, ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
+from hotloop.optim.skipping import takes_device_rate
 from hotloop.state.tables import ScheduleTable
 
 __all__ = ["HostSchedule", "ResidentSchedule", "bind_scheduler"]
@@ -82,8 +83,9 @@ class ResidentSchedule:
     The table is filled ahead from a shadow of the user's scheduler. That scheduler itself is moved only when
     somebody asks for its state, which waits for the device.
 
-    Momentum and betas of a cycling schedule are Python numbers to torch's fused kernels: they follow the updates
-    that the host knows to be applied, which after a refused one may lag by as many as the host runs ahead.
+    Momentum and betas of a cycling schedule are Python numbers to torch's fused kernels, and so is the learning
+    rate to optimizers that are neither fused nor capturable: these follow the updates that the host knows to be
+    applied, which after a refused one may lag by as many as the host runs ahead.
     """
 
     def __init__(self, scheduler: Any, updates: ResidentUpdates, window: Window) -> None:
@@ -112,13 +114,22 @@ class ResidentSchedule:
         self._moved = 0
         self._held.zero_()
         self._attempted = self._updates.attempted
+        self._on_device = takes_device_rate(self._optimizer)
         self._views = [self._table.current[g] for g in range(len(groups))]
         self._put_in_force()
 
     def _put_in_force(self) -> None:
-        self._table.select(self._calls, self._held)
-        for group, view in zip(self._optimizer.param_groups, self._views, strict=True):
-            group["lr"] = view
+        if self._on_device:
+            self._table.select(self._calls, self._held)
+            rates: list[Any] = list(self._views)
+        else:
+            rates = list(self._shadow.rows[self._known()])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _known(self) -> int:
+        """The row in force as far as the host has heard: refused updates reach it late."""
+        return max(self._calls - self._updates.state.seen().refused, 0)
 
     def install(self) -> None:
         """Put `step`, `get_last_lr` and the state methods in place of the scheduler's own."""
@@ -141,8 +152,8 @@ class ResidentSchedule:
             self._table.extend(self._shadow.run_to(self._table.filled + _ROWS_AHEAD))
         self._put_in_force()
         if self._shadow.cycles_others:
-            known = max(self._calls - self._updates.state.seen().refused, 0)
-            for group, others in zip(self._optimizer.param_groups, self._shadow.others(known), strict=True):
+            others_now = self._shadow.others(self._known())
+            for group, others in zip(self._optimizer.param_groups, others_now, strict=True):
                 group.update(others)
 
     def _catch_up(self) -> None:
@@ -156,8 +167,7 @@ class ResidentSchedule:
             while self._moved < applied:
                 self._step()
                 self._moved += 1
-        for group, view in zip(groups, self._views, strict=True):
-            group["lr"] = view
+        self._put_in_force()
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of each group now in force; waits for the device."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hotloop.errors import OptimizerError
 from hotloop.loop.buffers import BufferKeeper
 from hotloop.loop.window import Window
-from hotloop.optim.gradients import clip_coefficient, gradients_of, total_norm
+from hotloop.optim.gradients import as_real_dense, clip_coefficient, total_norm
 from hotloop.optim.skipping import MaskedStep, choose_route
 from hotloop.state.host import HostState
 from hotloop.state.resident import ResidentState
@@ -36,6 +36,8 @@ class Updates(ABC):
         self.pending = 0
         self.judged = False
         self._scaled: set[int] = set()
+        self._dense: bool | None = None
+        self._covered: tuple[tuple[int, int, int], bool] = ((-1, 0, 0), False)
         self._step: Callable[..., Any] = optimizer.step
         self._zero: Callable[..., None] = optimizer.zero_grad
 
@@ -83,13 +85,25 @@ class Updates(ABC):
 
     def _remaining(self) -> list[torch.Tensor]:
         """Gradients that no clipping has made true yet."""
-        if not self._scaled:
-            return gradients_of(self.parameters())
-        return gradients_of(p for p in self.parameters() if id(p) not in self._scaled)
+        listed: Iterable[torch.Tensor] = self.parameters()
+        if self._scaled:
+            listed = (p for p in listed if id(p) not in self._scaled)
+        return self._gradients(listed)
+
+    def _gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Their gradients; what kind each is, is looked at once, since asking costs more than all else here."""
+        found = [g for p in parameters if (g := p.grad) is not None]
+        if self._dense is None and found:
+            self._dense = not any(g.is_sparse or g.is_complex() for g in found)
+        return found if self._dense else [as_real_dense(g) for g in found]
 
     def _covers(self, parameters: list[torch.Tensor]) -> bool:
-        mine = [p for p in self.parameters() if p.grad is not None]
-        return len(parameters) >= len(mine) and {id(p) for p in mine} <= {id(p) for p in parameters}
+        """Whether `parameters` hold every gradient of this optimizer; remembered for the list last asked about."""
+        key = (len(parameters), id(parameters[0]), id(parameters[-1])) if parameters else (0, 0, 0)
+        if key != self._covered[0]:
+            mine = {id(p) for p in self.parameters() if p.grad is not None}
+            self._covered = (key, mine <= {id(p) for p in parameters})
+        return self._covered[1]
 
     def _finish(self) -> None:
         # torch's schedulers warn where they cannot see that the optimizer stepped first
@@ -148,7 +162,9 @@ class HostUpdates(Updates):
             if self.judged or closure is not None or self._special:
                 return HostUpdates.step(self, closure)
             # held until after the step: the optimizer then meets the same Python objects instead of new ones
-            gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+            gradients = [
+                g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None
+            ]
             try:
                 finite = judge(gradients, 1.0)
             except RuntimeError:
@@ -230,10 +246,10 @@ class HostUpdates(Updates):
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d."""
         listed = [p for p in parameters if p.grad is not None]
-        gradients = gradients_of(listed)
+        gradients = self._gradients(listed)
         factor = 1.0 if self.window.plain else float(self.window.factor())
         if factor != 1.0:
-            fresh = gradients_of(p for p in listed if id(p) not in self._scaled)
+            fresh = self._gradients(p for p in listed if id(p) not in self._scaled)
             if fresh:
                 torch._foreach_mul_(fresh, factor)
             self._scaled.update(id(p) for p in listed)
@@ -314,7 +330,7 @@ class ResidentUpdates(Updates):
         One pass measures them; unscaling, token factor and clipping are one further pass.
         """
         listed = [p for p in parameters if p.grad is not None]
-        gradients = gradients_of(listed)
+        gradients = self._gradients(listed)
         total = total_norm(gradients, norm_type)
         factor = 1.0 if self.window.plain else self.window.factor()
         already = bool(self._scaled) and all(id(p) in self._scaled for p in listed)

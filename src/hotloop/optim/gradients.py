@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["clip_coefficient", "gradients_of", "total_norm"]
+__all__ = ["as_real_dense", "clip_coefficient", "gradients_of", "total_norm"]
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -15,13 +15,14 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Sparse gradients give their values (uncoalesced duplicates included: they are summed later, which keeps
     scaling right), complex ones a real view.
     """
-    found = [p.grad for p in parameters if p.grad is not None]
-    for i, grad in enumerate(found):
-        if grad.is_sparse:
-            found[i] = grad._values()
-        elif grad.is_complex():
-            found[i] = torch.view_as_real(grad)
-    return found
+    return [as_real_dense(g) for p in parameters if (g := p.grad) is not None]
+
+
+def as_real_dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of one gradient as a real dense tensor that shares its memory."""
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -29,7 +30,7 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0) -> torch.T
     if not gradients:
         return torch.zeros(())
     norms = torch._foreach_norm(gradients, norm_type)
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in norms]), norm_type)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def clip_coefficient(total: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hotloop.errors import OptimizerError
 
-__all__ = ["MaskedStep", "choose_route", "prefer_fused"]
+__all__ = ["MaskedStep", "choose_route", "prefer_fused", "takes_device_rate"]
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -61,6 +61,11 @@ def choose_route(optimizer: Optimizer, nonfinite: str) -> str:
             'optimizer has it, capturable=True, or nonfinite="stop"'
         )
     return "none"
+
+
+def takes_device_rate(optimizer: Optimizer) -> bool:
+    """Whether a learning rate that is a tensor on the device is used there, and not read back by the step."""
+    return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _make_momentum_buffers(optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ each update, which the host reads when it waits, as it must, for the update `run
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ class Verdict:
 class ResidentState:
     """Device-resident verdicts, counters and loss scale.
 
+    Every kernel here is launched once per update by a host that has little time, so there are as few as can be: on
+    one process under "stop" one check (over gradients or their norm, and the losses) and one copy of the flag.
+
     Args:
         nonfinite: "stop" (sticky: after the first bad update none applies), "skip" or "ignore".
         run_ahead: how many updates the host may be ahead of the device before it waits.
@@ -49,33 +53,42 @@ class ResidentState:
         self.nonfinite = nonfinite
         self.watching = nonfinite != "ignore"
         self.scale = scale
-        self.counts = torch.zeros(4, dtype=torch.float64, device=device)
+        self.probe: torch.Tensor | None = None
+        self._losses: list[torch.Tensor] = []
         self._shared = Verdict(device)
         self._one = torch.ones((), device=device)
         self._overflow = torch.zeros((), device=device)
-        self.probe = torch.zeros((), device=device)
-        self._stepped = True
-        self._pace = Pace(device, run_ahead, scaled=scale is not None)
+        self._counts = torch.zeros(4, device=device)
+        self._refused, self._both, self._wishes = self._counts[0], self._counts[0:2], self._counts[2:4]
+        self._sticky = nonfinite == "stop" and scale is None
+        self._before = (0.0, 0.0)
+        self._pace = Pace(device, run_ahead)
+
+    def share_losses(self) -> torch.Tensor:
+        """Keep the losses' verdict in one 0-d tensor, 0 or NaN, that a sum can carry to other ranks."""
+        self.probe = torch.zeros((), device=self.device)
+        return self.probe
 
     def new_verdict(self) -> Verdict:
         """The verdict for one more optimizer: shared by all where the first bad one stops all."""
         return Verdict(self.device) if self.nonfinite == "skip" else self._shared
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Fold the loss of a micro-batch into a probe that is 0 while all are finite and NaN once one is not."""
-        value = loss.detach()
-        if value.numel() != 1:
-            value = value.sum()
-        value = value.reshape(())
-        if self._stepped:
-            self._stepped = False
-            torch.mul(value, 0.0, out=self.probe)
-        else:
-            self.probe.add_(value * 0.0)
+        """Remember the loss of a micro-batch until the update that it leads to."""
+        if self.probe is not None:
+            value = loss.detach().sum() * 0.0
+            if self._losses:
+                self.probe.add_(value)
+            else:
+                self.probe.copy_(value)
+                self._losses.append(self.probe)
+            return
+        # `.data` has a version counter of its own: the check multiplies it by 1 in place, and autograd may not mind
+        self._losses.append(loss.data)
 
     def close_losses(self) -> None:
-        """The losses noted so far have been judged; the next one starts afresh."""
-        self._stepped = True
+        """The losses noted so far have been judged."""
+        self._losses.clear()
 
     def inverse(self, factor: float | torch.Tensor) -> torch.Tensor:
         """What gradients are multiplied by to be true: the token factor over the loss scale, float32 0-d."""
@@ -97,7 +110,7 @@ class ResidentState:
     def judge_norm(self, verdict: Verdict, total: torch.Tensor) -> None:
         """Set the verdict from the total norm of gradients that are true already; no pass over them."""
         if self.watching or self.scale is not None:
-            self._pronounce(verdict, [total.reshape(()).clone()], self._one)
+            self._pronounce(verdict, [total], self._one)
 
     def _pronounce(self, verdict: Verdict, tensors: list[torch.Tensor], inverse: torch.Tensor) -> None:
         check = torch._amp_foreach_non_finite_check_and_unscale_
@@ -105,7 +118,12 @@ class ResidentState:
             if self.nonfinite == "skip":
                 verdict.flags.zero_()
             # under "stop" the flag is never cleared: the first bad update refuses all later ones
-            check([*tensors, self.probe], verdict.refuse, inverse)
+            if inverse is self._one:
+                check(tensors + self._losses, verdict.refuse, inverse)
+                return
+            for some, factor in ((tensors, inverse), (self._losses, self._one)):
+                if some:
+                    check(some, verdict.refuse, factor)
             return
         self._overflow.zero_()
         if tensors:
@@ -113,37 +131,72 @@ class ResidentState:
         if self.nonfinite != "stop":
             verdict.flags.zero_()
         if self.watching:
-            check([self.probe], verdict.bad, self._one)
+            if self._losses:
+                check(self._losses, verdict.bad, self._one)
             self.scale.blame(self._overflow, verdict.bad)
         torch.maximum(self._overflow, verdict.bad, out=verdict.refuse)
         self.scale.update(self._overflow)
 
-    def settle(self, verdict: Verdict, flags: torch.Tensor | None = None) -> None:
+    def settle(self, verdict: Verdict, wishes: torch.Tensor | None = None) -> None:
         """Count the update just made or refused, and wait if the host is too far ahead.
 
-        `flags` (float64 [2], on the device) are wishes of any rank, to be seen on all at the same update.
+        `wishes` (float64 [2], on the device) are those of any rank, to be seen on all at the same update.
         """
-        if self.scale is not None:
-            self.counts[0:2].add_(verdict.flags)
+        if self._sticky and wishes is None:
+            self._pace.mark(verdict.refuse)
+            return
+        if self._sticky:
+            self._refused.copy_(verdict.refuse)
+        elif self.scale is not None:
+            self._both.add_(verdict.flags)
         elif self.watching:
-            self.counts[0].add_(verdict.refuse)
-        if flags is not None:
-            self.counts[2:4].copy_(flags)
-        self._pace.mark(self.counts)
+            self._refused.add_(verdict.refuse)
+        if wishes is not None:
+            self._wishes.copy_(wishes)
+        self._pace.mark(
+            self._counts if self.watching or self.scale is not None or wishes is not None else None
+        )
 
     def seen(self) -> Seen:
         """What the host knows by now, without waiting: the same at the same update on every rank."""
-        return self._pace.seen
+        return self._read(*self._pace.known)
+
+    def first_bad(self) -> int | None:
+        """Number of the first update that was non-finite, of those not yet seen; waits for the device."""
+        for updates, row in self._pace.drain():
+            if self._read(updates, row).bad:
+                return updates - 1
+        return None
 
     def read(self) -> tuple[int, int]:
         """(refused, non-finite) over all updates so far; waits for the device."""
-        refused, bad = self.counts[0:2].tolist()
-        return int(refused), int(bad if self.scale is not None else refused)
+        for _ in self._pace.drain():
+            pass
+        updates, row = self._pace.known
+        seen = self._read(updates, row)
+        if self._sticky and seen.refused:
+            return self._pace.since_nonzero, 1
+        return seen.refused, seen.bad
+
+    def load(self, refused: int, bad: int) -> None:
+        """Set the counters, as of a checkpoint."""
+        if not self._sticky:
+            self._counts[0].fill_(refused)
+            self._counts[1].fill_(bad)
+
+    def _read(self, updates: int, row: list[float]) -> Seen:
+        refused, bad, stop, save = row
+        return Seen(
+            updates, int(refused), int(bad if self.scale is not None else refused), stop > 0, save > 0
+        )
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Counters as of update number `updates` (how many had been made): refused, non-finite, and two wishes."""
+    """Counters as of update number `updates`: refused, non-finite, and two wishes.
+
+    `updates` counts those made when the counters were copied. Under "stop", refused is 0 or 1.
+    """
 
     updates: int = 0
     refused: int = 0
@@ -153,34 +206,49 @@ class Seen:
 
 
 class Pace:
-    """Keeps the host at most `depth` updates ahead, and hands it the counters of the update it waited for."""
+    """Keeps the host at most `depth` updates ahead, and hands it the counters of the update it waited for.
 
-    def __init__(self, device: torch.device, depth: int, *, scaled: bool) -> None:
-        self._rows = torch.zeros(depth, 4, dtype=torch.float64, pin_memory=device.type == "cuda")
+    Attributes:
+        known: updates heard of, and the row of the last of them.
+        since_nonzero: updates heard of since the first row that began with another value than zero, that one included.
+    """
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._rows = torch.zeros(depth, 4, pin_memory=device.type == "cuda")
+        self._whole = list(self._rows)
+        self._first = [row[0] for row in self._rows]
+        self._values = self._rows.numpy()
         self._events: list[Any] = [
             torch.Event(device) if device.type != "cpu" else None for _ in range(depth)
         ]
         self._marks = 0
-        self._scaled = scaled
-        self.seen = Seen()
+        self.known: tuple[int, list[float]] = (0, [0.0] * 4)
+        self.since_nonzero = 0
 
-    def mark(self, counts: torch.Tensor) -> None:
-        """Queue a copy of `counts` behind the work of this update; wait for that of `depth` updates ago."""
+    def mark(self, counts: torch.Tensor | None) -> None:
+        """Queue a copy of `counts` (float32 [4] or 0-d) behind this update's work; wait for `depth` updates ago."""
         depth = len(self._events)
         slot = self._marks % depth
+        if self._marks - self.known[0] >= depth:
+            self._hear(self._marks - depth)
+        if counts is not None:
+            (self._whole if counts.dim() else self._first)[slot].copy_(counts, non_blocking=True)
         event = self._events[slot]
-        if self._marks >= depth:
-            if event is not None and not event.query():
-                event.synchronize()
-            refused, bad, stop, save = self._rows[slot].tolist()
-            self.seen = Seen(
-                self._marks - depth + 1,
-                int(refused),
-                int(bad if self._scaled else refused),
-                stop > 0,
-                save > 0,
-            )
-        self._rows[slot].copy_(counts, non_blocking=True)
         if event is not None:
             event.record()
         self._marks += 1
+
+    def drain(self) -> Iterator[tuple[int, list[float]]]:
+        """Wait for every update marked, in order; yields what `known` then is."""
+        while self.known[0] < self._marks:
+            self._hear(self.known[0])
+            yield self.known
+
+    def _hear(self, mark: int) -> None:
+        slot = mark % len(self._events)
+        event = self._events[slot]
+        if event is not None and not event.query():
+            event.synchronize()
+        row: list[float] = self._values[slot].tolist()
+        self.known = (mark + 1, row)
+        self.since_nonzero += self.since_nonzero > 0 or row[0] != 0.0

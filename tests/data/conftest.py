@@ -1,5 +1,6 @@
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,9 +65,9 @@ class _BoardAgreement:
     def gather(self, row):
         return self.board.exchange(self.rank, row)
 
-    def gather_later(self, row):
-        rows = self.gather(row)
-        return lambda: rows
+    def begin(self, first, second):
+        rows = self.gather([first, second])
+        return SimpleNamespace(wait=lambda: rows)
 
 
 @pytest.fixture

@@ -315,9 +315,6 @@ class _TorchLoader(Loader, DataLoader[Any]):  # type: ignore[misc]
     __setattr__ = object.__setattr__  # type: ignore[assignment] # torch's own costs microseconds, and guards what is not used here
 
 
-_TorchLoader.__name__ = _TorchLoader.__qualname__ = "Loader"
-
-
 def _is_map_style(source: Any) -> bool:
     """True for a loader whose order and fetch are torch's own, over a dataset that is read by index."""
     if not isinstance(source, DataLoader):

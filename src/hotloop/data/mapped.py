@@ -61,7 +61,7 @@ class MapFeed(Feed):
         self.exact = self.auto and is_default_collate(source.collate_fn)
         self.samplers = SamplerState(source)
         self.sharded = agree is not None and is_sharded(source, rank, world)
-        self.per_rank = self.sharded
+        self.per_rank = self.sharded and not self.samplers.built_in
         self.served = Served([False] * world)
         self.epoch: int | None = None
         self.batch_size = self._batch_size()
@@ -225,6 +225,12 @@ class _MapEpoch(Epoch):
         self.base, self.round, self.drew = resume["base"], resume["round"], resume["drew"]
         start = Start(resume["steps"], resume["batches"], resume["samples"])
         if resume["order"] is not None:
+            if feed.sharded and resume["world"] != feed.world:
+                raise DataError(
+                    f"the rest of the order was saved by one of {resume['world']} ranks with a sharded "
+                    f"sampler; {feed.world} ranks cannot take it up. Use the same number of processes, give "
+                    "the sampler a state_dict, or start at an epoch's end."
+                )
             self.explicit = True
             self._note(iter(_unpack_order(resume["order"])))
             return start

@@ -118,6 +118,15 @@ def _stage(step: Step, device: torch.device, lane: Lane) -> _Staged:
     return staged
 
 
+def _move_late(batch: Any, device: torch.device) -> Any:
+    """`batch` with those objects moved that `_stage` left to the consuming stream."""
+
+    def change_object(value: Any) -> Any:
+        return value if hasattr(value, "record_stream") else move_object(value, device, non_blocking=True)
+
+    return map_tensors(batch, lambda tensor: tensor, change_object)
+
+
 def prefetched_steps(steps: Iterator[Step], device: torch.device, depth: int, lane: Lane) -> Iterator[Step]:
     """`steps` with their batches on `device`; the copies of up to `depth` later ones are queued already.
 
@@ -148,7 +157,7 @@ def prefetched_steps(steps: Iterator[Step], device: torch.device, depth: int, la
             for copied in staged.copies:
                 lane.keep(copied)
         if staged.late:
-            step.batch = move(step.batch, device, non_blocking=True)
+            step.batch = _move_late(step.batch, device)
         del staged
         yield step
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from hotloop.data.agreement import Agreement
+from hotloop.data.agreement import Agreement, Gathering
 from hotloop.data.feed import Epoch, Feed, draw_base_seed
 from hotloop.data.move import count_samples
 from hotloop.data.order import Served, Start
@@ -99,7 +99,7 @@ class StreamFeed(Feed):
                 f"{type(self.source).__name__} is an iterator: it can be looped over once, and that was done. "
                 "Give a list, a DataLoader, an object with __iter__, or the function that makes the iterator."
             )
-        if self.sharded and resume is not None and resume["world"] != self.world:
+        if resume is not None and resume["sharded"] and resume["world"] != self.world:
             raise DataError(
                 f"the position was saved by {resume['world']} ranks whose source shards itself; {self.world} "
                 "ranks cannot take it up. Use the same number of processes, or start at an epoch's end."
@@ -190,7 +190,7 @@ class _StreamEpoch(Epoch):
             self.reader.read = saved["read"]
             if saved["opened"]:
                 streams.put_back()
-            wanted = start.batches if self.common else start.steps
+            wanted = start.steps if feed.sharded else start.batches
             self._drop(wanted - saved["read"])
             self.reader.fill(ahead)
 
@@ -249,21 +249,22 @@ class _StreamEpoch(Epoch):
         return samples
 
     def _alone(self, start: Start) -> Iterator[Step]:
-        steps, samples = start.steps, start.samples
+        steps, batches, samples = start.steps, start.batches, start.samples
         eager = self.feed.reads_ahead
         for batch in self.reader:
             size = count_samples(batch)
             steps += 1
             samples += size
             last = self.reader.ended() if eager else None
-            yield Step(None, steps - 1, size, size, last, steps, steps, samples, batch=batch)
+            yield Step(None, batches, size, size, last, steps, batches + 1, samples, batch=batch)
+            batches += 1
         self.feed.note_end()
 
     def _agreed(self, agree: Agreement, start: Start) -> Iterator[Step]:
         """Steps as long as any rank has a batch. Flags travel while the step before them is computed."""
         served, rank = self.feed.served, agree.rank
         steps, batches, samples = start.steps, start.batches, start.samples
-        pending: deque[tuple[Any, Exception | None, Callable[[], list[list[int]]]]] = deque()
+        pending: deque[tuple[Any, Exception | None, Gathering]] = deque()
         own = self._own_batches()
         failure: Exception | None = None
 
@@ -277,11 +278,11 @@ class _StreamEpoch(Epoch):
                     failure = error
             flag = 2 if failure is not None else int(batch is not None)
             size = count_samples(batch) if flag == 1 else 0
-            pending.append((batch, failure, agree.gather_later([flag, size])))
+            pending.append((batch, failure, agree.begin(flag, size)))
 
         def receive() -> tuple[Any, list[list[int]]]:
-            batch, error, wait = pending.popleft()
-            return (batch if error is None else error), wait()
+            batch, error, flags = pending.popleft()
+            return (batch if error is None else error), flags.wait()
 
         send()
         send()
@@ -337,7 +338,7 @@ class _StreamEpoch(Epoch):
 
     def handed_out(self, step: Step) -> None:
         """Count what this rank's stream has given."""
-        self.handed = self._offset + (step.batches_done if self.common else step.steps_done)
+        self.handed = self._offset + (step.steps_done if self.feed.sharded else step.batches_done)
 
     def state(self) -> dict[str, Any]:
         """The state that the source was last known in, and how far it was read then."""
@@ -346,6 +347,7 @@ class _StreamEpoch(Epoch):
             "anchor": {**self.anchor, "rng": self.anchor["rng"].state_dict()},
             "base": self.base,
             "round": self.round,
+            "sharded": self.feed.sharded,
             "ahead": max(read - self.handed, 0),
             "samplers": {},
             "source": None,

@@ -455,7 +455,7 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
         if steps > 1:
             loss = loss / steps
         if self.gradient_state.plugin_kwargs.get("weighting") == "samples":
-            loss = self._weighting.weigh(loss, steps, self.gradient_state.active_dataloader)
+            loss = self._weighting.weigh(loss, steps, self.gradient_state.training_dataloader)
         self.loop.backward(loss, **kwargs)
 
     @contextlib.contextmanager
@@ -473,7 +473,8 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
 
     def _begin_micro_batch(self) -> None:
         state = self.gradient_state
-        if state.sync_with_dataloader and state.end_of_dataloader:
+        loader = state.training_dataloader
+        if state.sync_with_dataloader and loader is not None and loader.end_of_dataloader:
             self.step = 0
             state._set_sync_gradients(True)
         else:

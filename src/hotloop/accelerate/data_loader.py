@@ -34,6 +34,7 @@ from hotloop.errors import DataError
 
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderAdapter",
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
@@ -54,6 +55,9 @@ _OPTIONS = [
 ]
 
 
+_HANDOUTS = itertools.count(1)
+
+
 class DataLoaderStateMixin:
     """Tells the shared `GradientState` which loader is being iterated and whether its last batch is out.
 
@@ -61,11 +65,15 @@ class DataLoaderStateMixin:
         end_of_dataloader: the batch handed out last is the last one.
         remainder: how many samples of the last global batch are real; 0: all; -1: not known.
         batch_samples: samples in the batch handed out last, on this rank.
+        handed_out: when the last batch was handed out, counted over all loaders of the process.
+        with_grad: whether gradients were being recorded then.
     """
 
     end_of_dataloader = False
     remainder = -1
     batch_samples = 0
+    handed_out = 0
+    with_grad = False
 
     def reset(self) -> None:
         """Forget where the last iteration was."""
@@ -84,6 +92,10 @@ class DataLoaderStateMixin:
     def end(self) -> None:
         """An iteration is over, or was abandoned."""
         GradientState()._remove_dataloader(self)
+
+    def _note_handout(self) -> None:
+        self.handed_out = next(_HANDOUTS)
+        self.with_grad = torch.is_grad_enabled()
 
     def _samples_per_epoch(self) -> int | None:
         """Samples over all ranks in one epoch, before anything is repeated to make ranks even."""
@@ -229,6 +241,7 @@ class DataLoaderShard(DataLoader[Any], DataLoaderStateMixin):
             self._delivered += 1
             batch, self.batch_samples = current
             self.end_of_dataloader = following is None
+            self._note_handout()
             yield batch
             current = following
         self._close_epoch()
@@ -373,6 +386,10 @@ class DataLoaderShard(DataLoader[Any], DataLoaderStateMixin):
         return super().__len__()
 
 
+# accelerate wraps loaders in an adapter; here the loader itself is one
+DataLoaderAdapter = DataLoaderShard
+
+
 class SkipDataLoader(DataLoaderShard):
     """A DataLoader that leaves out its first batches."""
 
@@ -439,6 +456,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             if last:
                 self.end_of_dataloader = True
                 self.remainder = remainder
+            self._note_handout()
             yield moved
         self._close_epoch()
 

@@ -121,8 +121,9 @@ class SavingMembers:
                 Path(name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         kept = {*shards, index_name} if len(shards) > 1 else set(shards)
         for entry in folder.iterdir():
-            # shards of an earlier save would be loaded beside the new ones
-            if _SHARD_NAME.fullmatch(entry.name) and "-of-" in entry.name and entry.name not in kept:
+            # shards of an earlier save, or their index, would be loaded in place of the new ones
+            partial = "-of-" in entry.name or entry.name.endswith(".index.json")
+            if partial and _SHARD_NAME.fullmatch(entry.name) and entry.name not in kept:
                 entry.unlink()
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -496,6 +496,15 @@ class GradientState:
         return self.dataloader_references[-1]
 
     @property
+    def training_dataloader(self) -> Any:
+        """The loader that feeds training: the one that handed out a batch last while gradients were recorded.
+
+        An evaluation that was neither finished nor dropped is not it.
+        """
+        fed = [loader for loader in self.dataloader_references if getattr(loader, "with_grad", False)]
+        return max(fed, key=lambda loader: loader.handed_out, default=self.active_dataloader)
+
+    @property
     def dataloader_references(self) -> list[Any]:
         """None, then the loaders being iterated, the innermost last; held weakly."""
         return [None if ref is None else ref() for ref in self._dataloader_references_ref]

@@ -15,6 +15,7 @@ __all__ = [
     "are_libraries_initialized",
     "check_cuda_p2p_ib_support",
     "clear_environment",
+    "get_current_device_type",
     "get_int_from_env",
     "parse_choice_from_env",
     "parse_flag_from_env",
@@ -64,6 +65,14 @@ def get_int_from_env(env_keys: list[str], default: int) -> int:
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Those of the names that have been imported already."""
     return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Kind of this machine's accelerator and the distributed type that goes with it, without starting a driver."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    return ("xpu", "MULTI_XPU") if kind is not None and kind.type == "xpu" else ("cuda", "MULTI_GPU")
 
 
 def check_cuda_p2p_ib_support() -> bool:

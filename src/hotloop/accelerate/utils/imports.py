@@ -163,8 +163,15 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Whether this machine's device trains in fp16: an accelerator does, a CPU does not."""
-    return torch.accelerator.is_available()
+    """Whether the run's device trains in fp16: accelerators do, few CPUs do."""
+    from hotloop.accelerate.state import PartialState
+    from hotloop.hardware.precisions import supported_precisions
+
+    device = PartialState._shared_state.get("device")
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if found is None else found
+    return "fp16" in supported_precisions(device)
 
 
 def is_fp8_available() -> bool:

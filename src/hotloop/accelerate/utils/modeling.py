@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import defaultdict
@@ -32,6 +33,8 @@ __all__ = [
     "find_tied_parameters",
     "get_balanced_memory",
     "get_max_memory",
+    "get_mixed_precision_context_manager",
+    "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
     "is_peft_model",
@@ -262,6 +265,23 @@ def split_into_shards(
         pattern.format(suffix=f"-{number + 1:05d}-of-{len(shards):05d}"): shard
         for number, shard in enumerate(shards)
     }
+
+
+def has_offloaded_params(module: torch.nn.Module) -> bool:
+    """False: parameters are never offloaded here."""
+    return False
+
+
+def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
+    """A torch.autocast in the run's precision, or a context that changes nothing."""
+    from hotloop.accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
+    enabled = autocast_kwargs is None or autocast_kwargs.enabled
+    if not native_amp or dtype is None or not enabled:
+        return contextlib.nullcontext()
+    return torch.autocast(state.device.type, dtype)
 
 
 _PLACING = "a model has to fit on the device of its process; spreading one model over devices is not built"

@@ -1,0 +1,7 @@
+"""The older place of `find_executable_batch_size`."""
+
+from __future__ import annotations
+
+from hotloop.accelerate.utils.memory import find_executable_batch_size
+
+__all__ = ["find_executable_batch_size"]

@@ -10,7 +10,7 @@ import torch
 from hotloop.errors import DataError
 from hotloop.hardware import Processes
 
-__all__ = ["Agreement", "Gathering"]
+__all__ = ["Agreement", "Gathering", "split_batches"]
 
 _unread: dict[int, deque[Gathering]] = {}  # of each group, gatherings that nobody waited for yet
 

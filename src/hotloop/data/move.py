@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["count_samples", "map_tensors", "move"]
+__all__ = ["count_samples", "map_tensors", "move", "move_object"]
 
 _LEAVES = (str, bytes, int, float, bool, complex, type(None))
 

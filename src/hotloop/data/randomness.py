@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FetchStreams", "GlobalStreams", "batch_seed", "seed_streams"]
+__all__ = ["FetchStreams", "GlobalStreams", "batch_seed", "plain", "seed_streams", "unplain"]
 
 _MASK = (1 << 64) - 1
 _numpy: Any = np.random  # its stubs leave the two functions out that swap the generator

@@ -140,7 +140,7 @@ class _StreamEpoch(Epoch):
         self.feed = feed
         self.common = feed.agree is not None and not feed.sharded
         self.base, self.round = 0, 0
-        seeded_here = self.common and feed._workers is None
+        seeded_here = self.common and feed._workers is None and not isinstance(feed.source, (list, tuple))
         self._streams = FetchStreams() if seeded_here else None
         self.earlier: Any = None
         self._offset = 0  # of an iterator that an earlier, abandoned loop read from

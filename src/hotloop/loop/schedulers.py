@@ -96,7 +96,6 @@ class ResidentSchedule:
         self._step = scheduler.step
         self._state_dict = scheduler.state_dict
         self._load = scheduler.load_state_dict
-        self._held = torch.zeros(1, dtype=torch.float64, device=updates.state.device)
         self._start()
 
     def _start(self) -> None:
@@ -112,15 +111,14 @@ class ResidentSchedule:
         self._table.extend(self._shadow.rows)
         self._calls = 0
         self._moved = 0
-        self._held.zero_()
-        self._attempted = self._updates.attempted
+        self._issued = self._updates.issued
         self._on_device = takes_device_rate(self._optimizer)
         self._views = [self._table.current[g] for g in range(len(groups))]
         self._put_in_force()
 
     def _put_in_force(self) -> None:
         if self._on_device:
-            self._table.select(self._calls, self._held)
+            self._table.put_in_force()
             rates: list[Any] = list(self._views)
         else:
             rates = list(self._shadow.rows[self._known()])
@@ -142,23 +140,35 @@ class ResidentSchedule:
         """Advance if the update before was applied; the device decides."""
         if not self._window.boundary:
             return
-        made = self._updates.attempted - self._attempted
-        self._attempted = self._updates.attempted
-        if made == 1 and self._updates.watching:
-            # a step after several updates (once an epoch) advances whatever became of the last of them
-            self._held.add_(self._updates.verdict.refuse)
+        made = self._updates.issued - self._issued
+        self._issued = self._updates.issued
+        # a step after several updates (once an epoch) advances whatever became of the last of them
+        refuse = self._updates.verdict.refuse if made == 1 and self._updates.watching else None
+        self._table.advance(refuse)
+        self._updates.state.after_step(self._advance_host)
+
+    def _advance_host(self) -> None:
         self._calls += 1
-        if self._calls + 1 >= self._table.filled:
+        if self._calls + 2 >= self._table.filled:
             self._table.extend(self._shadow.run_to(self._table.filled + _ROWS_AHEAD))
-        self._put_in_force()
-        if self._shadow.cycles_others:
-            others_now = self._shadow.others(self._known())
-            for group, others in zip(self._optimizer.param_groups, others_now, strict=True):
+        groups = self._optimizer.param_groups
+        rates: list[Any] = self._views
+        if not self._on_device:
+            rates = list(self._shadow.rows[self._known()])
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        if self.cycles_others:
+            for group, others in zip(groups, self._shadow.others(self._known()), strict=True):
                 group.update(others)
+
+    @property
+    def cycles_others(self) -> bool:
+        """True if the schedule moves more than the learning rate, as one-cycle schedules move the momentum."""
+        return self._shadow.cycles_others
 
     def _catch_up(self) -> None:
         """Move the user's scheduler to where the device is; waits for it."""
-        applied = self._calls - int(self._held.item())
+        applied = self._table.position()
         groups = self._optimizer.param_groups
         for group, lr in zip(groups, self._shadow.rows[self._moved], strict=True):
             group["lr"] = lr
@@ -171,7 +181,7 @@ class ResidentSchedule:
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of each group now in force; waits for the device."""
-        return list(self._shadow.rows[self._calls - int(self._held.item())])
+        return list(self._shadow.rows[self._table.position()])
 
     def state_dict(self) -> dict[str, Any]:
         """State of the user's scheduler as of the applied updates; waits for the device."""

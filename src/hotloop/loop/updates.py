@@ -109,11 +109,14 @@ class Updates(ABC):
         # torch's schedulers warn where they cannot see that the optimizer stepped first
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.attempted += 1
+        self._clear()
+        self.window.end()
+
+    def _clear(self) -> None:
         self.pending = 0
         self.judged = False
         if self._scaled:
             self._scaled = set()
-        self.window.end()
 
 
 class HostUpdates(Updates):
@@ -277,7 +280,12 @@ class HostUpdates(Updates):
 
 
 class ResidentUpdates(Updates):
-    """Updates on a device that the host runs ahead of: a flag on the device refuses, nobody asks."""
+    """Updates on a device that the host runs ahead of: a flag on the device refuses, nobody asks.
+
+    Attributes:
+        route: how an update is refused: "fused", "masked", or "none" if it cannot be.
+        issued: updates whose kernels were issued, also into a capture.
+    """
 
     def __init__(
         self,
@@ -290,6 +298,7 @@ class ResidentUpdates(Updates):
         super().__init__(optimizer, window, keepers)
         self.state = state
         self.verdict = state.new_verdict()
+        self.issued = 0
         self.watching = state.watching or state.scale is not None
         # an fp16 overflow is skipped whatever is asked about non-finite losses
         self.route = choose_route(optimizer, "skip" if state.scale is not None else state.nonfinite)
@@ -306,7 +315,7 @@ class ResidentUpdates(Updates):
         """One update that the device makes or refuses; nothing inside a window."""
         window, state = self.window, self.state
         if not window.boundary:
-            return self._postpone()
+            return state.after_step(self._postpone)
         if closure is not None:
             raise OptimizerError(
                 f"{type(self.optimizer).__name__}.step(closure) reads its loss on the host at every evaluation; call "
@@ -319,9 +328,16 @@ class ResidentUpdates(Updates):
         result = self._masked(self.verdict.refuse) if self._masked is not None else self._step()
         for keeper in self.keepers:
             keeper.restore(self.verdict.refuse)
-        self._finish()
-        state.settle(self.verdict, window.flags_on_device)
-        self._after(self)
+        counted = state.count(self.verdict, window.flags_on_device)
+        self.issued += 1
+        self._clear()
+
+        def finish() -> None:
+            self._finish()
+            state.keep_pace(counted)
+            self._after(self)
+
+        state.after_step(finish)
         return result
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:

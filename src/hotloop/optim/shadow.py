@@ -52,12 +52,13 @@ class ShadowSchedule:
         self._stand._opt_called = True  # type: ignore[attr-defined]
         self.rows: list[list[float]] = []
         self._others: list[list[dict[str, Any]]] = []
+        self._cycles = False
         self._note_row()
 
     @property
     def cycles_others(self) -> bool:
         """True if the schedule moves more than the learning rate (momentum, betas, weight decay)."""
-        return any(row != self._others[0] for row in self._others)
+        return self._cycles
 
     def run_to(self, length: int) -> list[list[float]]:
         """Step ahead until `rows` has at least `length` entries; returns the new ones.
@@ -85,3 +86,4 @@ class ShadowSchedule:
         self._others.append(
             [{k: group[k] for k in ("momentum", "betas", "weight_decay") if k in group} for group in groups]
         )
+        self._cycles = self._cycles or self._others[-1] != self._others[0]

@@ -7,7 +7,7 @@ each update, which the host reads when it waits, as it must, for the update `run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,9 @@ class ResidentState:
         nonfinite: "stop" (sticky: after the first bad update none applies), "skip" or "ignore".
         run_ahead: how many updates the host may be ahead of the device before it waits.
         scale: loss scale for fp16, or None.
+
+    Attributes:
+        tape: while a step is being captured, what the host has to do after each replay of it; None otherwise.
     """
 
     resident = True
@@ -54,6 +57,7 @@ class ResidentState:
         self.watching = nonfinite != "ignore"
         self.scale = scale
         self.probe: torch.Tensor | None = None
+        self.tape: list[Callable[[], None]] | None = None
         self._losses: list[torch.Tensor] = []
         self._shared = Verdict(device)
         self._one = torch.ones((), device=device)
@@ -137,14 +141,13 @@ class ResidentState:
         torch.maximum(self._overflow, verdict.bad, out=verdict.refuse)
         self.scale.update(self._overflow)
 
-    def settle(self, verdict: Verdict, wishes: torch.Tensor | None = None) -> None:
-        """Count the update just made or refused, and wait if the host is too far ahead.
+    def count(self, verdict: Verdict, wishes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Count on the device the update just made or refused; returns what the host is to hear of it.
 
         `wishes` (float64 [2], on the device) are those of any rank, to be seen on all at the same update.
         """
         if self._sticky and wishes is None:
-            self._pace.mark(verdict.refuse)
-            return
+            return verdict.refuse
         if self._sticky:
             self._refused.copy_(verdict.refuse)
         elif self.scale is not None:
@@ -153,9 +156,18 @@ class ResidentState:
             self._refused.add_(verdict.refuse)
         if wishes is not None:
             self._wishes.copy_(wishes)
-        self._pace.mark(
-            self._counts if self.watching or self.scale is not None or wishes is not None else None
-        )
+        return self._counts if self.watching or self.scale is not None or wishes is not None else None
+
+    def keep_pace(self, counted: torch.Tensor | None) -> None:
+        """Send what `count` returned to the host, and wait if the host is too far ahead."""
+        self._pace.mark(counted)
+
+    def after_step(self, effect: Callable[[], None]) -> None:
+        """Do what the host has to do for a step: now, or after each replay if the step is being captured."""
+        if self.tape is None:
+            effect()
+        else:
+            self.tape.append(effect)
 
     def seen(self) -> Seen:
         """What the host knows by now, without waiting: the same at the same update on every rank."""

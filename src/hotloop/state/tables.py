@@ -14,11 +14,12 @@ class ScheduleTable:
     learning rates. Which row that is, only the device need know.
     """
 
-    def __init__(self, device: torch.device, groups: int, *, capacity: int = 4096) -> None:
+    def __init__(self, device: torch.device, groups: int, *, capacity: int = 65536) -> None:
         self.device = device
         self.filled = 0
         self._rows = torch.zeros(capacity, groups, device=device)
         self._row = torch.zeros(1, groups, device=device)
+        self._position = torch.zeros(1, dtype=torch.float64, device=device)
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self.current = self._row[0]
 
@@ -32,8 +33,18 @@ class ScheduleTable:
         self._rows[self.filled : self.filled + len(rows)].copy_(new, non_blocking=True)
         self.filled += len(rows)
 
-    def select(self, calls: int, held: torch.Tensor) -> None:
-        """Put row `calls - held` in force; `held` (float64 [1], on the device) counts steps not taken."""
-        self._index.copy_(held)
-        torch.sub(calls, self._index, out=self._index)
+    def advance(self, refuse: torch.Tensor | None) -> None:
+        """Put the next row in force; the same one again where `refuse` (float32 0-d, on the device) is 1."""
+        self._position.add_(1.0)
+        if refuse is not None:
+            self._position.sub_(refuse)
+        self.put_in_force()
+
+    def put_in_force(self) -> None:
+        """Copy the row of the present position to `current`."""
+        self._index.copy_(self._position)
         torch.index_select(self._rows, 0, self._index, out=self._row)
+
+    def position(self) -> int:
+        """Number of the row in force; waits for the device."""
+        return int(self._position.item())

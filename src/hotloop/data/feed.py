@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from hotloop.data.order import Start
@@ -26,6 +26,12 @@ class Epoch(ABC):
     @abstractmethod
     def ended(self) -> bool:
         """True if nothing comes after the step delivered last; may read ahead to know."""
+
+    def close(self) -> None:
+        """Let go of what the steps hold, worker processes above all; it would wait for the collector."""
+        steps, self.steps = self.steps, iter(())
+        if isinstance(steps, Generator):
+            steps.close()
 
     @abstractmethod
     def handed_out(self, step: Step) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -233,6 +233,9 @@ class Loader:
                 yield batch
                 del batch
         finally:
+            if isinstance(steps, Generator):
+                steps.close()
+            epoch.close()
             if self._owner is me:
                 if self._at_last is None:
                     self._at_last = ended

@@ -153,17 +153,8 @@ class MapFeed(Feed):
         turn = self._turn
         waiting: deque[Step] = deque()
         failed: list[Exception] = []
-
-        def tickets() -> Iterator[Ticket]:
-            try:
-                for step in plan:
-                    waiting.append(step)
-                    stream = batch_seed(seed, step.ordinal) if self.draws else None
-                    yield step.indices, stream, self.epoch
-            except Exception as error:
-                failed.append(error)  # raised in its turn, after the batches that came before it
-
-        batches = self._workers.batches(tickets(), base)
+        tickets = _tickets(plan, waiting, failed, seed if self.draws else None, self.epoch)
+        batches = self._workers.batches(tickets, base)
         for batch in batches:
             step = waiting.popleft()
             step.batch = batch
@@ -174,7 +165,25 @@ class MapFeed(Feed):
                     "before the next, or use persistent_workers=False"
                 )
         if failed:
-            raise failed[0]
+            # No frame of the traceback may hold the error or the workers, or these would outlive the loop.
+            del batches, tickets
+            raise failed.pop()
+
+
+def _tickets(
+    plan: Iterator[Step],
+    waiting: deque[Step],
+    failed: list[Exception],
+    seed: int | None,
+    epoch: int | None,
+) -> Iterator[Ticket]:
+    """A ticket for each step, which joins `waiting`. Torch's iterator keeps this, so it knows no feed."""
+    try:
+        for step in plan:
+            waiting.append(step)
+            yield step.indices, None if seed is None else batch_seed(seed, step.ordinal), epoch
+    except Exception as error:
+        failed.append(error)  # raised in its turn, after the batches that came before it
 
 
 def _is_torch_collate(collate: Any) -> bool:

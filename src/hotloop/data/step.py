@@ -107,6 +107,11 @@ class Ahead:
             except Exception as error:
                 buffer.append((None, error))
 
+    def close(self) -> None:
+        """Let go of the source and of what was read ahead."""
+        self._source = iter(())
+        self._buffer.clear()
+
     def ended(self) -> bool:
         """True if no item is left. Reads one ahead to know; a failure of the source counts as an item."""
         if not self._buffer:

@@ -332,6 +332,12 @@ class _StreamEpoch(Epoch):
             if len(group) < world:
                 return
 
+    def close(self) -> None:
+        """Let go of the source, unless it is an iterator that a later loop continues with."""
+        super().close()
+        if not self.feed.once:
+            self.reader.close()
+
     def ended(self) -> bool:
         """True if the source is at its end; reads one batch ahead to know."""
         return self.reader.ended()

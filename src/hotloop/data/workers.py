@@ -159,7 +159,10 @@ class StreamWorkers:
         self._inner: DataLoader[Any] | None = None
 
     def batches(self, base_seed: int, round_number: int) -> Iterator[Any]:
-        """The batches of one epoch. `round_number` counts the epochs that lasting workers have served."""
+        """The batches of one epoch; workers start with the first.
+
+        `round_number` counts the epochs that lasting workers have served.
+        """
         source = self._source
         if self._inner is None or not source.persistent_workers:
             with warnings.catch_warnings():
@@ -172,4 +175,4 @@ class StreamWorkers:
                     worker_init_fn=WorkerStart(base_seed, source.worker_init_fn),
                     **_inner_settings(source),
                 )
-        return iter(self._inner)
+        yield from self._inner

@@ -112,6 +112,7 @@ class Loop:
         self._watching = self._state.watching
         self._epoch = -1
         self._first_epoch = 0
+        self._at_start: tuple[int, list[tuple[int, int]]] | None = None
         self._active = False
         self._session = Session(
             device=self.device,
@@ -291,8 +292,9 @@ class Loop:
         try:
             for epoch in range(self._first_epoch, n):
                 self._epoch, self._first_epoch = epoch, epoch
+                self._at_start = self._progress_marks()
                 yield epoch
-                self._first_epoch = epoch + 1
+                self._first_epoch, self._at_start = epoch + 1, None
                 self._show_totals(n)
                 self._honour_signal()
             self._faults.settle()
@@ -463,7 +465,8 @@ class Loop:
         if position is None:
             return False
         self._epoch = position.epoch
-        self._first_epoch = position.epoch if position.in_epoch else position.epoch + 1
+        self._first_epoch = max(position.epoch + (not position.in_epoch), 0)
+        self._preparer.expected_feed = position.feed
         self._say(f"resumed update {position.updates} from {self._saver.folder()}")
         return True
 
@@ -478,7 +481,18 @@ class Loop:
 
     def _position(self) -> Position:
         loader = self._preparer.training_loader()
-        return Position(self._epoch, self.updates, loader is not None and loader.live)
+        in_epoch = loader is not None and loader.live
+        if not in_epoch and self._at_start is not None:
+            # nothing of this epoch is done yet: a save at its top must not count it as over
+            updates, marks = self._at_start
+            at = self._loaders.index(loader) if loader is not None else -1
+            unmoved = 0 <= at < len(marks) and marks[at] == self._progress_marks()[1][at]
+            in_epoch = updates == self.updates and (loader is None or unmoved)
+        feed = -1 if loader is None else self._loaders.index(loader)
+        return Position(self._epoch, self.updates, in_epoch, feed)
+
+    def _progress_marks(self) -> tuple[int, list[tuple[int, int]]]:
+        return self.updates, [(x.epoch, x.handed_out) for x in self._loaders]
 
     @property
     def record_folder(self) -> Path | None:

@@ -34,6 +34,7 @@ class Preparer:
         registry: everything prepared, in order.
         updates: the updates of each prepared optimizer, in order.
         keepers: those of the modules that have buffers to protect.
+        expected_feed: which of the loaders fed training in the run that was resumed; -1 if unknown.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Preparer:
         self.registry = Registry()
         self.updates: list[HostUpdates | ResidentUpdates] = []
         self.keepers: list[BufferKeeper] = []
+        self.expected_feed = -1
         self._schedules: dict[int, HostSchedule | ResidentSchedule] = {}
         self._device = device
         self._processes = processes
@@ -189,5 +191,8 @@ class Preparer:
         if self._window.feed is not None:
             feed: Loader = self._window.feed
             return feed
-        fed = [x for x in self.registry.loaders if x.with_grad and x.handed_out]
+        loaders = self.registry.loaders
+        fed = [x for x in loaders if x.with_grad and x.handed_out]
+        if not fed and 0 <= self.expected_feed < len(loaders):
+            return loaders[self.expected_feed]
         return next((x for x in fed if x.live), fed[0] if fed else None)

@@ -31,12 +31,14 @@ class Position:
     Attributes:
         epoch: the epoch begun last, from 0; -1 before the first.
         updates: updates made or refused.
-        in_epoch: the training loader had not ended that epoch.
+        in_epoch: that epoch is not over: the training loader has not ended it, or not begun it.
+        feed: which of the prepared loaders feeds training, by its place among them; -1 if unknown.
     """
 
     epoch: int = -1
     updates: int = 0
     in_epoch: bool = False
+    feed: int = -1
 
 
 class Saver:
@@ -128,6 +130,7 @@ class Saver:
                 "updates": position.updates,
                 "epoch": position.epoch,
                 "in_epoch": position.in_epoch,
+                "feed": position.feed,
                 "run": str(self._session.folder) if self._session.folder else None,
             },
         )
@@ -162,7 +165,7 @@ class Saver:
             means=self._session.means,
         )
         meta: dict[str, Any] = snapshot.meta
-        return Position(int(meta["epoch"]), int(meta["updates"]), bool(meta["in_epoch"]))
+        return Position(int(meta["epoch"]), int(meta["updates"]), bool(meta["in_epoch"]), int(meta["feed"]))
 
     def wait(self) -> None:
         """Return once the save in flight is durable; raises what made it fail."""

@@ -30,7 +30,7 @@ def make_optimizer(name, model, *, tensor_lr=False, fused=None):
 
 
 def plain(name, clip, *, tensor_lr=False, fused=None, epochs=3):
-    """Plain PyTorch; with `tensor_lr` the schedule's float64 values are written into a tensor, as a table holds them."""
+    """Plain PyTorch; with `tensor_lr` the float64 rates are written into a tensor, as a table holds them."""
     model = make_model()
     optimizer = make_optimizer(name, model, tensor_lr=tensor_lr, fused=fused)
     carrier = torch.optim.SGD([torch.zeros(1)], lr=0.01) if tensor_lr else optimizer

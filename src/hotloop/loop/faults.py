@@ -31,6 +31,7 @@ class Faults:
         self._session = session
         self._trail: deque[tuple[int, int]] = deque(maxlen=_TRAIL)
         self._marks = 0
+        self._before = 0
         self._stopped = False
         self.preparer: Callable[[], Preparer]
 
@@ -49,9 +50,14 @@ class Faults:
         if seen.bad and state.nonfinite == "stop":
             # every update's counters are looked at in turn: the first that shows a bad one is the one
             mark = seen.updates - 1
-            self._stop(mark, next((batch for made, batch in self._trail if made == mark), 0))
+            self._stop_at(mark)
         if seen.refused and state.nonfinite == "skip":
             self._say_skipped()
+
+    def restart(self, updates: int) -> None:
+        """The run goes on from a checkpoint made after so many updates."""
+        self._trail.clear()
+        self._marks, self._before, self._stopped = 0, updates, False
 
     def settle(self) -> None:
         """Before a result is taken for good: has the device met anything that the host has not heard of yet?"""
@@ -59,7 +65,10 @@ class Faults:
         if isinstance(state, ResidentState) and state.nonfinite == "stop" and not self._stopped:
             mark = state.first_bad()
             if mark is not None:
-                self._stop(mark, next((batch for made, batch in self._trail if made == mark), 0))
+                self._stop_at(mark)
+
+    def _stop_at(self, mark: int) -> None:
+        self._stop(self._before + mark, next((batch for made, batch in self._trail if made == mark), 0))
 
     def _say_skipped(self) -> None:
         self._session.notes.say(

@@ -150,6 +150,7 @@ class Loop:
             device=self.device,
             session=self._session,
             position=self._position,
+            settle=self._faults.settle,
         )
         if self.device.type in ("xpu", "mps"):
             self._say(f"running on {self.device}: found through torch.accelerator, not tested by hotloop")
@@ -467,6 +468,7 @@ class Loop:
         self._epoch = position.epoch
         self._first_epoch = max(position.epoch + (not position.in_epoch), 0)
         self._preparer.expected_feed = position.feed
+        self._faults.restart(position.updates)
         self._say(f"resumed update {position.updates} from {self._saver.folder()}")
         return True
 

@@ -10,6 +10,7 @@ import torch
 
 from hotloop.errors import CheckpointError
 from hotloop.loop.checkpoint import Snapshot
+from hotloop.loop.modules import binding_of
 from hotloop.loop.updates import updates_of
 from hotloop.seeds import derive_seed, rng_state, seed_everything, set_rng_state
 
@@ -70,9 +71,9 @@ def take_snapshot(
         "loaders": [loader.state_dict() for loader in registry.loaders],
         "gradients": _waiting_gradients(registry, window),
         "means": means.state_dict(),
+        "window": window.state_dict(),
     }
     objects["ranks"] = processes.gather_object(mine)
-    objects["window"] = window.state_dict()
     objects["state"] = _state_of(state)
     return Snapshot(
         step=meta["updates"],
@@ -124,11 +125,12 @@ def apply_snapshot(
 ) -> None:
     """Put a snapshot back into the prepared objects.
 
-    With another number of ranks, loaders keep the global order of the data; random streams of ranks that did
-    not exist are derived from rank 0's.
+    With another number of ranks, loaders keep the global order of the data; what ranks had summed up by themselves
+    (waiting gradients, means) goes to rank 0; random streams of ranks that did not exist are derived from rank 0's.
 
     Raises:
-        CheckpointError: the snapshot is of other objects than those prepared; names folder and difference.
+        CheckpointError: the snapshot is of other objects than those prepared; names folder and difference. Some of
+            them may have been loaded by then.
     """
     expected, found = registry.counts(), snapshot.meta.get("counts", {})
     if "counts" not in snapshot.meta or "ranks" not in snapshot.objects:
@@ -145,6 +147,8 @@ def apply_snapshot(
         registry.optimizers,
         lambda i, o: _load_optimizer(o, snapshot.objects[f"optimizer{i}"]),
     )
+    # before the schedulers: a table on the device starts at the counts now in force
+    _load_state(state, snapshot.objects["state"])
     _load_each(
         folder,
         "scheduler",
@@ -160,11 +164,10 @@ def apply_snapshot(
     ranks = snapshot.objects["ranks"]
     mine = ranks[processes.rank] if processes.rank < len(ranks) else ranks[0]
     _load_each(folder, "loader", registry.loaders, lambda i, x: x.load_state_dict(mine["loaders"][i]))
-    window.load_state_dict(snapshot.objects["window"])
-    if len(ranks) == processes.world:
-        means.load_state_dict(mine["means"])
-        _put_gradients(registry, mine["gradients"])
-    _load_state(state, snapshot.objects["state"])
+    sums = mine if len(ranks) == processes.world else _sums_of(ranks, first=processes.is_main)
+    window.load_state_dict(sums["window"])
+    means.load_state_dict(sums["means"])
+    _put_gradients(registry, sums["gradients"])
     if processes.rank < len(ranks):
         set_rng_state(mine["rng"], device)
     else:
@@ -199,18 +202,49 @@ def _load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
             group["fused"] = mine
     updates = updates_of(optimizer)
     if updates is not None:
-        for name, value in saved["counts"].items():
-            if hasattr(updates, name):
-                setattr(updates, name, value)
+        updates.restart(saved["counts"])
+
+
+def _sums_of(ranks: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
+    """What all ranks together had summed up, for the first of another number of ranks; nothing for the rest."""
+    if not first:
+        return {
+            "window": {**ranks[0]["window"], "total": 0.0},
+            "means": {"host": {}, "device": {}},
+            "gradients": [],
+        }
+    host: dict[str, list[float]] = {}
+    device: dict[str, torch.Tensor] = {}
+    gradients: list[dict[str, torch.Tensor]] = [{} for _ in ranks[0]["gradients"]]
+    for rank in ranks:
+        for name, sums in rank["means"]["host"].items():
+            host[name] = [a + b for a, b in zip(host.get(name, [0.0, 0.0]), sums, strict=True)]
+        for name, lines in rank["means"]["device"].items():
+            device[name] = device[name] + lines if name in device else lines
+        for into, found in zip(gradients, rank["gradients"], strict=True):
+            for name, gradient in found.items():
+                into[name] = into[name] + gradient if name in into else gradient
+    total = sum(rank["window"]["total"] for rank in ranks)
+    return {
+        "window": {**ranks[0]["window"], "total": total},
+        "means": {"host": host, "device": device},
+        "gradients": gradients,
+    }
 
 
 def _put_gradients(registry: Registry, gradients: list[dict[str, torch.Tensor]]) -> None:
-    for module, saved in zip(registry.modules, gradients, strict=False):
+    """Gradients of the window that was open when the state was saved; none where there was none."""
+    for i, module in enumerate(registry.modules):
+        saved = gradients[i] if i < len(gradients) else {}
         for name, p in module.named_parameters():
             p.grad = saved[name].to(p.device, p.dtype) if name in saved else None
+        binding = binding_of(module)
+        if binding is not None and binding.keeper is not None:
+            binding.keeper.accept()
 
 
 def _load_state(state: HostState | ResidentState, saved: dict[str, Any]) -> None:
+    state.close_losses()
     if not state.resident:
         state.skipped = saved["skipped"]  # type: ignore[union-attr]
         return

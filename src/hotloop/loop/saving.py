@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import PrepareError
+from hotloop.errors import CheckpointError, PrepareError
 from hotloop.hardware.processes import Processes
-from hotloop.loop.checkpoint import Checkpoints
+from hotloop.loop.checkpoint import Checkpoints, Snapshot
 from hotloop.loop.every import Due, Every
 from hotloop.loop.resume import Registry, apply_snapshot, take_snapshot
 from hotloop.loop.session import Session
@@ -54,6 +54,7 @@ class Saver:
         device: torch.device,
         session: Session,
         position: Callable[[], Position],
+        settle: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._window = window
@@ -62,6 +63,7 @@ class Saver:
         self._device = device
         self._session = session
         self._position = position
+        self._settle = settle
         self._checkpoints = Checkpoints()
         self._due: dict[str, Due] = {}
         self._handled = -1
@@ -118,6 +120,8 @@ class Saver:
         return True
 
     def _write(self, target: Path, wait: bool) -> None:
+        # a fault that the device knows and the host does not must not become the newest checkpoint
+        self._settle()
         position = self._position()
         snapshot = take_snapshot(
             self._registry,
@@ -146,12 +150,7 @@ class Saver:
         self.path = Path(path).expanduser()
         self._checkpoints.wait()
         self._processes.barrier()
-        snapshot = self._checkpoints.load(self.path)
-        steps = self._processes.gather_object(None if snapshot is None else snapshot.step)
-        if len(set(steps)) != 1:
-            raise PrepareError(
-                f"{self.path}: ranks see different checkpoints ({steps}); it must lie on storage that all share"
-            )
+        snapshot = self._read(self.path)
         if snapshot is None:
             return None
         apply_snapshot(
@@ -166,6 +165,28 @@ class Saver:
         )
         meta: dict[str, Any] = snapshot.meta
         return Position(int(meta["epoch"]), int(meta["updates"]), bool(meta["in_epoch"]), int(meta["feed"]))
+
+    def _read(self, path: Path) -> Snapshot | None:
+        """The newest whole checkpoint, the same on all ranks; what one of them cannot read, all raise."""
+        snapshot, fault = None, None
+        try:
+            snapshot = self._checkpoints.load(path)
+        except CheckpointError as error:
+            fault = error
+        seen = self._processes.gather_object(
+            (None if snapshot is None else snapshot.step, None if fault is None else str(fault))
+        )
+        if fault is not None:
+            raise fault
+        for rank, (_, text) in enumerate(seen):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} cannot read the checkpoint: {text}")
+        steps = [step for step, _ in seen]
+        if len(set(steps)) != 1:
+            raise CheckpointError(
+                f"{path}: ranks see different checkpoints ({steps}); it must lie on storage that all share"
+            )
+        return snapshot
 
     def wait(self) -> None:
         """Return once the save in flight is durable; raises what made it fail."""

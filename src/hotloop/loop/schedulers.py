@@ -41,15 +41,21 @@ class HostSchedule:
         self.scheduler = scheduler
         self._updates = updates
         self._window = window
-        self._attempted = updates.attempted if updates is not None else 0
-        self._applied = updates.applied if isinstance(updates, HostUpdates) else 0
         self._step = scheduler.step
         self._state_dict = scheduler.state_dict
+        self._load = scheduler.load_state_dict
+        self._note_counts()
 
     def install(self) -> None:
-        """Put `step` and the state in place of the scheduler's own."""
+        """Put `step` and the state methods in place of the scheduler's own."""
         self.scheduler.step = self.step
         self.scheduler.state_dict = self.state_dict
+        self.scheduler.load_state_dict = self.load_state_dict
+
+    def _note_counts(self) -> None:
+        updates = self._updates
+        self._attempted = updates.attempted if updates is not None else 0
+        self._applied = updates.applied if isinstance(updates, HostUpdates) else 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, unless inside a window or after nothing but refused updates."""
@@ -58,7 +64,7 @@ class HostSchedule:
         updates = self._updates
         if isinstance(updates, HostUpdates) and not is_metric_driven(self.scheduler):
             refused = updates.attempted > self._attempted and updates.applied == self._applied
-            self._attempted, self._applied = updates.attempted, updates.applied
+            self._note_counts()
             if refused:
                 return
         self._step(*args, **kwargs)
@@ -69,7 +75,8 @@ class HostSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.scheduler.load_state_dict(state)
+        self._load(state)
+        self._note_counts()
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +118,7 @@ class ResidentSchedule:
         self._table.extend(self._shadow.rows)
         self._calls = 0
         self._moved = 0
+        self._refused_before = self._updates.state.seen().refused
         self._issued = self._updates.issued
         self._on_device = takes_device_rate(self._optimizer)
         self._views = [self._table.current[g] for g in range(len(groups))]
@@ -127,7 +135,7 @@ class ResidentSchedule:
 
     def _known(self) -> int:
         """The row in force as far as the host has heard: refused updates reach it late."""
-        return max(self._calls - self._updates.state.seen().refused, 0)
+        return max(self._calls - (self._updates.state.seen().refused - self._refused_before), 0)
 
     def install(self) -> None:
         """Put `step`, `get_last_lr` and the state methods in place of the scheduler's own."""

@@ -74,6 +74,14 @@ class Updates(ABC):
         if self.pending == 0:
             self._zero(set_to_none)
 
+    def restart(self, counts: dict[str, int]) -> None:
+        """Go on from counts that were saved; what belonged to a step in progress is forgotten."""
+        for name, value in counts.items():
+            if hasattr(self, name):
+                setattr(self, name, value)
+        self.judged = False
+        self._scaled = set()
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the optimizer."""
         for group in self.optimizer.param_groups:
@@ -148,6 +156,11 @@ class HostUpdates(Updates):
         if self.window.plain:
             self.step = self._watched_step() if self.state.watching else self._step_plainly  # type: ignore[method-assign]
         super().install()
+
+    def restart(self, counts: dict[str, int]) -> None:
+        """See `Updates.restart`."""
+        super().restart(counts)
+        self.refused, self._finite = False, True
 
     def _step_plainly(self, closure: Callable[[], Any] | None = None) -> Any:
         result = self._step() if closure is None else self._step(closure)

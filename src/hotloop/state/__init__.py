@@ -1,8 +1,8 @@
 """The state that a step reads and writes: on the device, or on the host where that is the same thing."""
 
 from hotloop.state.host import HostState
-from hotloop.state.resident import ResidentState, Seen, Verdict
+from hotloop.state.resident import Pace, ResidentState, Seen, Verdict
 from hotloop.state.scale import LossScale
 from hotloop.state.tables import ScheduleTable
 
-__all__ = ["HostState", "LossScale", "ResidentState", "ScheduleTable", "Seen", "Verdict"]
+__all__ = ["HostState", "LossScale", "Pace", "ResidentState", "ScheduleTable", "Seen", "Verdict"]

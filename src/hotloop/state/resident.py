@@ -15,7 +15,7 @@ import torch
 
 from hotloop.state.scale import LossScale
 
-__all__ = ["ResidentState", "Verdict"]
+__all__ = ["Pace", "ResidentState", "Seen", "Verdict"]
 
 
 class Verdict:
@@ -191,10 +191,15 @@ class ResidentState:
         return seen.refused, seen.bad
 
     def load(self, refused: int, bad: int) -> None:
-        """Set the counters, as of a checkpoint."""
+        """Set the counters, as of a checkpoint; a "stop" that has come to pass is lifted."""
+        for _ in self._pace.drain():
+            pass
+        self._shared.flags.zero_()
+        self._counts.zero_()
         if not self._sticky:
             self._counts[0].fill_(refused)
             self._counts[1].fill_(bad)
+        self._pace.restart([0.0 if self._sticky else float(refused), float(bad), 0.0, 0.0])
 
     def _read(self, updates: int, row: list[float]) -> Seen:
         refused, bad, stop, save = row
@@ -255,6 +260,13 @@ class Pace:
         while self.known[0] < self._marks:
             self._hear(self.known[0])
             yield self.known
+
+    def restart(self, row: list[float]) -> None:
+        """Count anew, with `row` as what is known; everything marked must have been heard of."""
+        self._marks = 0
+        self.known = (0, row)
+        self.since_nonzero = 0
+        self._rows.zero_()
 
     def _hear(self, mark: int) -> None:
         slot = mark % len(self._events)

@@ -100,6 +100,11 @@ SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
         Setting("precision", "fp32", _choice("precision", _PRECISIONS)),
+        Setting(
+            "capture",
+            "auto",
+            _choice("capture", {name: name for name in ("auto", "off", "compile", "graph", "full")}),
+        ),
         Setting("accumulation", 1, _positive("accumulation")),
         Setting(
             "nonfinite", "stop", _choice("nonfinite", {name: name for name in ("stop", "skip", "ignore")})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import CheckpointError, NonFiniteError, PrepareError
+from hotloop.capture import CapturedStep
+from hotloop.errors import CheckpointError, NonFiniteError, PrepareError, SettingError
 from hotloop.hardware.devices import find_device
 from hotloop.hardware.processes import find_processes
+from hotloop.loop.capturing import LoopHost
 from hotloop.loop.every import Every
 from hotloop.loop.faults import Faults
 from hotloop.loop.modules import binding_of
@@ -30,10 +32,10 @@ from hotloop.parallel import collectives
 from hotloop.parallel.plan import Plan
 from hotloop.precision import autocast_context, find_precision
 from hotloop.seeds import seed_everything
-from hotloop.settings import find_settings
+from hotloop.settings import SETTINGS, find_settings
 from hotloop.state import HostState, LossScale, ResidentState
 
-__all__ = ["Loop", "make_state"]
+__all__ = ["Loop", "find_mode", "make_state"]
 
 StrPath = str | os.PathLike[str]
 
@@ -43,6 +45,8 @@ class Loop:
 
     Args:
         precision: "fp32", "tf32", "bf16" or "fp16".
+        capture: what `@loop.capture` does: "auto" (graphs on a CUDA device, plain Python elsewhere), "off", "compile"
+            (prepared modules' forwards compiled), "graph" (the whole step as one launch), "full" (both).
         accumulation: micro-batches per update, counted in batches of the loader that feeds training.
         nonfinite: what a non-finite loss or gradient does: "stop", "skip" (the update is not made, buffers are put
             back, it is counted) or "ignore".
@@ -77,6 +81,7 @@ class Loop:
         self,
         precision: str | None = None,
         *,
+        capture: str | None = None,
         accumulation: int | None = None,
         nonfinite: str | None = None,
         parallel: Plan | None = None,
@@ -89,6 +94,7 @@ class Loop:
     ) -> None:
         given = {
             "precision": precision,
+            "capture": capture,
             "accumulation": accumulation,
             "nonfinite": nonfinite,
             "seed": seed,
@@ -108,6 +114,7 @@ class Loop:
         self._window = Window(self.settings["accumulation"], self.processes, self.device)
         if isinstance(self._state, ResidentState) and self.processes.world > 1 and self._state.watching:
             self._window.probe = self._state.share_losses()
+        self._resident = self._state if isinstance(self._state, ResidentState) else None
         self._plain = self._window.plain and not self.precision.scaled
         self._watching = self._state.watching
         self._epoch = -1
@@ -141,6 +148,8 @@ class Loop:
         self._faults.preparer = lambda: self._preparer
         self._loaders = self._preparer.registry.loaders
         self._updates = self._preparer.updates
+        self._host = LoopHost(self.device, self._preparer, self._window, self._state, self._session)
+        self._scalars: dict[str, torch.Tensor] = {}
         self._signals = StopSignals(lambda: self._active or any(x.live for x in self._loaders))
         self._saver = Saver(
             self._preparer.registry,
@@ -272,6 +281,67 @@ class Loop:
         """A context in which operations run in the loop's precision, for code outside a prepared module's call."""
         return autocast_context(self.device, self.precision.autocast)
 
+    def capture(
+        self, function: Callable[..., Any] | None = None, *, mode: str | None = None, outputs: str = "clone"
+    ) -> Any:
+        """A step as one launch: any function of tensors; with a backward inside it is a training step.
+
+        The first calls of each shape are real steps, run eagerly; then the step is recorded and replayed, with the
+        semantics of the eager loop. What it froze (shapes, Python values it reads, train and eval mode, optimizer
+        settings) is compared at each call, and a change records it anew. What cannot be recorded runs eagerly, with
+        one line that says why.
+
+        Args:
+            function: the step; without it, a decorator is returned.
+            mode: as `Loop(capture=)`, for this step alone.
+            outputs: "clone" gives each call its own results; "static" the same tensors, valid until the next call.
+
+        >>> import torch
+        >>> loop = Loop(record=False, device="cpu")
+        >>> @loop.capture
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(torch.ones(1))
+        tensor([2.])
+        """
+        chosen = self.settings["capture"] if mode is None else SETTINGS["capture"].check(mode)
+        if self.settings.sources["capture"] == "HOTLOOP_OVERRIDE":
+            chosen = self.settings["capture"]
+        chosen = find_mode(chosen, self.device)
+        if outputs not in ("clone", "static"):
+            raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
+        if function is None:
+            return lambda f: CapturedStep(f, self._host, chosen, outputs)
+        return CapturedStep(function, self._host, chosen, outputs)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Captured steps run as plain Python inside, for breakpoints and prints."""
+        before, self._host.eager = self._host.eager, True
+        try:
+            yield
+        finally:
+            self._host.eager = before
+
+    def scalar(self, name: str, value: float | None = None) -> torch.Tensor:
+        """A number of the loop's that may change between steps, captured ones too: a float32 0-d device tensor.
+
+        With a value it is set (also made, the first time); without, it is read: `loop.scalar("temperature")`.
+
+        Raises:
+            SettingError: it is read before it was set.
+        """
+        held = self._scalars.get(name)
+        if held is None:
+            if value is None:
+                raise SettingError(
+                    f"loop.scalar({name!r}) has no value yet; set it before the step that reads it"
+                )
+            held = self._scalars[name] = torch.tensor(float(value), device=self.device)
+        elif value is not None:
+            held.fill_(value)
+        return held
+
     @property
     def updates(self) -> int:
         """Updates made or refused so far: those of the optimizer that has most."""
@@ -385,6 +455,9 @@ class Loop:
         """
         if values is not None:
             named = {**values, **named}
+        if self._resident is not None and self._resident.tape is not None:
+            self._resident.tape.append(lambda: self._write_row(self.updates if step is None else step, named))
+            return
         self._write_row(self.updates if step is None else step, named)
 
     def mean(self, name: str, value: Any = None, weight: Weight | None = None) -> float | None:
@@ -396,7 +469,10 @@ class Loop:
             return self._session.means.read(name)
         if any(x.is_replay and x.live for x in self._loaders):
             weight = 0.0
-        self._session.means.add(name, value, weight)
+        if self._resident is not None and self._resident.tape is not None:
+            self._resident.tape.append(lambda: self._session.means.add(name, value, weight))
+        else:
+            self._session.means.add(name, value, weight)
         return None
 
     def read(self, value: Any) -> Any:
@@ -550,3 +626,12 @@ def make_state(device: torch.device, nonfinite: str, *, scaled: bool) -> HostSta
     if device.type == "cpu" and not scaled:
         return HostState(nonfinite)
     return ResidentState(device, nonfinite, scale=LossScale(device) if scaled else None)
+
+
+def find_mode(chosen: str, device: torch.device) -> str:
+    """The capture mode for `device`: no graphs on a CPU, so compiled forwards are what is left of "full"."""
+    if chosen == "auto":
+        return "graph" if device.type == "cuda" else "off"
+    if device.type == "cpu":
+        return {"graph": "off", "full": "compile"}.get(chosen, chosen)
+    return chosen

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
-
 from hotloop.loop.updates import HostUpdates, ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
@@ -121,6 +119,7 @@ class ResidentSchedule:
         self._refused_before = self._updates.state.seen().refused
         self._issued = self._updates.issued
         self._on_device = takes_device_rate(self._optimizer)
+        self._updates.host_schedule = self._shadow.cycles_others or not self._on_device
         self._views = [self._table.current[g] for g in range(len(groups))]
         self._put_in_force()
 

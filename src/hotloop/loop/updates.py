@@ -13,7 +13,7 @@ from hotloop.errors import OptimizerError
 from hotloop.loop.buffers import BufferKeeper
 from hotloop.loop.window import Window
 from hotloop.optim.gradients import as_real_dense, clip_coefficient, total_norm
-from hotloop.optim.skipping import MaskedStep, choose_route
+from hotloop.optim.skipping import MaskedStep, choose_route, takes_device_rate
 from hotloop.state.host import HostState
 from hotloop.state.resident import ResidentState
 
@@ -298,6 +298,7 @@ class ResidentUpdates(Updates):
     Attributes:
         route: how an update is refused: "fused", "masked", or "none" if it cannot be.
         issued: updates whose kernels were issued, also into a capture.
+        host_schedule: a schedule changes settings of this optimizer on the host.
     """
 
     def __init__(
@@ -312,6 +313,7 @@ class ResidentUpdates(Updates):
         self.state = state
         self.verdict = state.new_verdict()
         self.issued = 0
+        self.host_schedule = False
         self.watching = state.watching or state.scale is not None
         # an fp16 overflow is skipped whatever is asked about non-finite losses
         self.route = choose_route(optimizer, "skip" if state.scale is not None else state.nonfinite)
@@ -321,6 +323,7 @@ class ResidentUpdates(Updates):
     def install(self) -> None:
         """See `Updates.install`."""
         super().install()
+        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         if self.route == "fused":
             self.optimizer.found_inf = self.verdict.refuse  # type: ignore[attr-defined]
 
@@ -328,7 +331,11 @@ class ResidentUpdates(Updates):
         """One update that the device makes or refuses; nothing inside a window."""
         window, state = self.window, self.state
         if not window.boundary:
-            return state.after_step(self._postpone)
+            state.after_step(self._postpone)
+            if state.tape is not None:
+                # only until the recording ends: `zero_grad` after this must find a window open
+                self.pending += 1
+            return None
         if closure is not None:
             raise OptimizerError(
                 f"{type(self.optimizer).__name__}.step(closure) reads its loss on the host at every evaluation; call "
@@ -338,7 +345,12 @@ class ResidentUpdates(Updates):
             factor = 1.0 if window.plain else window.factor()
             state.judge(self.verdict, self._remaining(), factor)
         state.close_losses()
-        result = self._masked(self.verdict.refuse) if self._masked is not None else self._step()
+        if state.tape is not None and not self.recordable():
+            # the graph ends with the gradients; this optimizer steps eagerly after each replay
+            result = None
+            state.tape.append(self._make_step)
+        else:
+            result = self._make_step()
         for keeper in self.keepers:
             keeper.restore(self.verdict.refuse)
         counted = state.count(self.verdict, window.flags_on_device)
@@ -352,6 +364,31 @@ class ResidentUpdates(Updates):
 
         state.after_step(finish)
         return result
+
+    def _make_step(self) -> Any:
+        return self._masked(self.verdict.refuse) if self._masked is not None else self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `Updates.zero_grad`; under capture, gradients of a window are cleared in place."""
+        tape = self.state.tape
+        if tape is None:
+            super().zero_grad(set_to_none)
+        elif not self.recordable():
+            tape.append(lambda: self._zero(set_to_none))
+        elif self.pending == 0:
+            self._zero(set_to_none and self.window.plain)
+
+    def recordable(self) -> bool:
+        """Whether the step can be recorded: state and learning rate are on the device, nothing moves on the host."""
+        return takes_device_rate(self.optimizer) and not self.host_schedule and self.route != "masked"
+
+    def host_marks(self) -> tuple[int, int]:
+        """What issuing a step changes on the host, to be put back when it was only recorded."""
+        return self.pending, self.issued
+
+    def put_host_marks(self, marks: tuple[int, int]) -> None:
+        """Put `host_marks` back."""
+        self.pending, _ = marks
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.

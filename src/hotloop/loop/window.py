@@ -7,6 +7,7 @@ n_ref is fixed at the first batch, so that the loss keeps its size.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import DataError
+from hotloop.errors import CaptureError, DataError
 from hotloop.hardware.processes import Processes
 
 __all__ = ["Window"]
@@ -36,6 +37,7 @@ class Window:
         forced: set to True or False to decide the boundary by hand; None lets the loader decide.
         weighted: False backpropagates losses as they are and leaves the factor at 1.
         plain: one process and no accumulation, so that nothing here is needed.
+        tape: while a step is being captured, what the host has to do after each replay of it; None otherwise.
         flags: this rank's wishes (to stop, to save), carried to all ranks with the next sum.
         agreed: those wishes of any rank, as of the last sum (CPU).
         feed: the loader that training batches come from, once known.
@@ -50,7 +52,7 @@ class Window:
         self.flags = [False, False]
         self.agreed = [False, False]
         self.feed: Any = None
-        self._processes = processes
+        self.processes = processes
         self._device = device
         self._loaders: list[_Watched] = []
         self._micro = 0
@@ -63,6 +65,7 @@ class Window:
         self.loss_bad = False
         self.probe: torch.Tensor | None = None
         self.flags_on_device: torch.Tensor | None = None
+        self.tape: list[Callable[[], None]] | None = None
 
     @property
     def replaying(self) -> bool:
@@ -161,6 +164,10 @@ class Window:
             self._references.append(self._agree_reference(weight))
         if ordinal == 0:
             self._total = self._total + weight
+            if self.tape is not None:
+                if isinstance(weight, torch.Tensor):
+                    raise CaptureError("a captured window needs weights that are numbers, or accumulation=1")
+                self.tape.append(functools.partial(self._account, weight))
         if replay:
             # where, not a product: a replayed loss may be anything, and NaN * 0 is NaN
             return torch.where(
@@ -172,9 +179,22 @@ class Window:
             return loss * share
         return loss if weight == reference else loss * (weight / reference)
 
+    def marks(self) -> tuple[Any, ...]:
+        """What recording a micro-batch changes here, to be put back."""
+        return (self._total, self._ordinal, self._factor)
+
+    def put_marks(self, marks: tuple[Any, ...]) -> None:
+        """Put `marks` back."""
+        self._total, self._ordinal, self._factor = marks
+
+    def _account(self, weight: Weight) -> None:
+        """Count the weight of a replayed micro-batch."""
+        self._total = self._total + weight
+        self._factor = None
+
     def _agree_reference(self, weight: Weight) -> Weight:
         """n_ref: the first batch's weight on rank 0, the same on every rank."""
-        if self._processes.world == 1:
+        if self.processes.world == 1:
             return weight
         import torch.distributed as dist
 
@@ -184,6 +204,17 @@ class Window:
         dist.all_reduce(box, dist.ReduceOp.MAX)
         return box[0] if self._device.type != "cpu" else box.item()
 
+    def frozen(self) -> tuple[Any, ...]:
+        """What a recording of the micro-batch now open freezes: its place, its weight, the window's sum before it."""
+        feed = self.feed
+        weight = feed.batch_samples if feed is not None else 1
+        return (
+            self.boundary,
+            weight,
+            self._total if self.boundary and self._micro > 1 else None,
+            *self._references[:1],
+        )
+
     def factor(self) -> float | torch.Tensor:
         """What this window's gradients are multiplied by: exactly 1.0 where nothing was weighed.
 
@@ -192,7 +223,7 @@ class Window:
         """
         if self._factor is not None:
             return self._factor
-        if self._processes.world > 1:
+        if self.processes.world > 1:
             self._factor = self._reduce()
         elif self.weighted and self._references and self.every > 1:
             self._factor = self._divide(self._total)
@@ -203,9 +234,9 @@ class Window:
     def _divide(self, total: Weight) -> float | torch.Tensor:
         reference = self._references[0]
         if isinstance(total, torch.Tensor) or isinstance(reference, torch.Tensor):
-            factor = torch.as_tensor(self._processes.world * reference / total)
+            factor = torch.as_tensor(self.processes.world * reference / total)
             return factor if self._device.type != "cpu" else factor.item()
-        return self._processes.world * reference / total
+        return self.processes.world * reference / total
 
     def _reduce(self) -> float | torch.Tensor:
         import torch.distributed as dist

@@ -14,7 +14,9 @@ class ScheduleTable:
     learning rates. Which row that is, only the device need know.
     """
 
-    def __init__(self, device: torch.device, groups: int, *, capacity: int = 65536) -> None:
+    def __init__(self, device: torch.device, groups: int) -> None:
+        # moving to a larger table breaks captured steps: make it large at once, but no more than 4 MiB
+        capacity = min(65536, max(4096, 2**20 // max(groups, 1)))
         self.device = device
         self.filled = 0
         self._rows = torch.zeros(capacity, groups, device=device)

@@ -1,0 +1,17 @@
+"""One step, one launch: recording, what is frozen, fallbacks that say why."""
+
+from hotloop.capture.effects import find_effects
+from hotloop.capture.fingerprint import Fingerprint
+from hotloop.capture.graphs import CudaRecorder, Recorder, Recording
+from hotloop.capture.step import CapturedStep, StepHost, host_names
+
+__all__ = [
+    "CapturedStep",
+    "CudaRecorder",
+    "Fingerprint",
+    "Recorder",
+    "Recording",
+    "StepHost",
+    "find_effects",
+    "host_names",
+]

@@ -1,0 +1,89 @@
+"""Python effects of a step that a replay would not repeat: printing, appending, counting."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["find_effects"]
+
+_GROWING = {
+    "append",
+    "extend",
+    "add",
+    "update",
+    "insert",
+    "pop",
+    "clear",
+    "appendleft",
+    "write",
+    "setdefault",
+}
+
+
+def find_effects(function: Callable[..., Any], own: frozenset[str] = frozenset()) -> list[str]:
+    """Lines of `function` that change something outside it in Python, each as "line N: what".
+
+    Args:
+        function: the step; where its source cannot be had, nothing is found.
+        own: names of objects whose methods are understood by a capture (the loop).
+
+    Names assigned in the function are its own: changing them is no effect.
+    """
+    try:
+        source, start = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(source)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    body = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)), None)
+    if body is None:
+        return []
+    local = _local_names(body)
+    found: list[str] = []
+    for node in ast.walk(body):
+        line = start + getattr(node, "lineno", 1) - 1
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            found.append(f"line {line}: assigns {', '.join(node.names)} outside the step")
+        elif isinstance(node, ast.Call):
+            what = _effect_of_call(node, local, own)
+            if what:
+                found.append(f"line {line}: {what}")
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                outside = _root(target) not in local
+                slot = isinstance(target, ast.Attribute) and not _is_tensor_slot(target)
+                if outside and (slot or isinstance(target, ast.Subscript)):
+                    found.append(f"line {line}: sets {ast.unparse(target)}")
+    return found
+
+
+def _local_names(body: ast.FunctionDef | ast.Lambda) -> set[str]:
+    outside = {name for n in ast.walk(body) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
+    names = {a.arg for a in ast.walk(body) if isinstance(a, ast.arg)}
+    names |= {n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names - outside
+
+
+def _effect_of_call(node: ast.Call, local: set[str], own: frozenset[str]) -> str | None:
+    if isinstance(node.func, ast.Name) and node.func.id in ("print", "input", "next"):
+        return f"calls {node.func.id}()"
+    if isinstance(node.func, ast.Attribute) and node.func.attr in _GROWING:
+        root = _root(node.func.value)
+        if root is not None and root not in local and root not in own:
+            return f"calls {ast.unparse(node.func)}()"
+    return None
+
+
+def _is_tensor_slot(target: ast.Attribute) -> bool:
+    """`p.grad = None` and `p.data = …` are tensor work that a capture records."""
+    return target.attr in ("grad", "data")
+
+
+def _root(node: ast.AST) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None

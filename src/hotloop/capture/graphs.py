@@ -1,0 +1,87 @@
+"""Recording a stretch of device work once and launching it as one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaRecorder", "Recorder", "Recording"]
+
+
+class Recording(Protocol):
+    """Recorded device work."""
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+
+
+class Recorder(Protocol):
+    """What records device work.
+
+    Attributes:
+        runs_while_recording: recording also does the work once, so that the first replay is already done.
+    """
+
+    runs_while_recording: bool
+
+    def warm(self, work: Callable[[], Any]) -> Any:
+        """Do `work` once, where it would be recorded."""
+
+    def record(self, work: Callable[[], Any]) -> tuple[Recording, Any]:
+        """Record `work`; returns the recording and what `work` returned."""
+
+
+class CudaRecorder:
+    """CUDA graphs on a stream of their own, with one memory pool for all.
+
+    Capture is thread-local: other threads may make CUDA calls meanwhile as long as they keep off this stream.
+    """
+
+    runs_while_recording = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def warm(self, work: Callable[[], Any]) -> Any:
+        """See `Recorder.warm`. On the stream that will record, so that autograd's nodes belong to it."""
+        outer = torch.cuda.current_stream(self._device)
+        self.stream.wait_stream(outer)
+        with torch.cuda.stream(self.stream):
+            result = work()
+        outer.wait_stream(self.stream)
+        return result
+
+    def record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """See `Recorder.record`.
+
+        Raises:
+            RuntimeError: something in `work` cannot be recorded; the stream is usable again.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # a collection in the middle could free device memory that the capture may not touch
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if was_enabled:
+                gc.enable()
+        return graph, result

@@ -1,0 +1,143 @@
+"""The loop as a captured step sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotloop.capture import CudaRecorder, Recorder
+from hotloop.loop.preparing import Preparer
+from hotloop.loop.session import Session
+from hotloop.loop.updates import ResidentUpdates
+from hotloop.loop.window import Window
+from hotloop.state import HostState, ResidentState
+
+__all__ = ["LoopHost"]
+
+
+class LoopHost:
+    """Gives captured steps the loop's modules, optimizers and state, and keeps its host side straight.
+
+    Attributes:
+        device: where steps run.
+        eager: captured steps run as plain Python while it is True.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        preparer: Preparer,
+        window: Window,
+        state: HostState | ResidentState,
+        session: Session,
+    ) -> None:
+        self.device = device
+        self._preparer = preparer
+        self._window = window
+        self._state = state
+        self._session = session
+        self._recorder: Recorder | None = None
+        self._rates: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self._rated = 0
+        self._statics: dict[torch.Tensor, torch.Tensor] = {}
+        self.eager = False
+
+    def modules(self) -> list[nn.Module]:
+        """Prepared modules."""
+        return self._preparer.registry.modules
+
+    def optimizers(self) -> list[Any]:
+        """Prepared optimizers whose steps are recorded; the settings of others are read at each step anyway."""
+        return [
+            u.optimizer for u in self._preparer.updates if isinstance(u, ResidentUpdates) and u.recordable()
+        ]
+
+    def recorder(self) -> Recorder | None:
+        """CUDA graphs on a CUDA device and one process; None elsewhere."""
+        if self.device.type != "cuda" or not isinstance(self._state, ResidentState):
+            return None
+        if self._window.processes.world > 1:
+            self.say("captured steps run on one process only: several processes run them eagerly")
+            return None
+        if self._recorder is None:
+            self._recorder = CudaRecorder(self.device)
+        return self._recorder
+
+    def say(self, text: str) -> None:
+        """Say a line once."""
+        self._session.notes.say(text)
+
+    def enter(self) -> tuple[Any, ...]:
+        """Open the micro-batch; a recording freezes its weight and the factor that ends its window."""
+        window = self._window
+        if window.plain:
+            return ()
+        window.enter()
+        return window.frozen()
+
+    def ready(self) -> None:
+        """Learning rates on the device, gradients of accumulation windows in place."""
+        updates = self._preparer.updates
+        if self._rated != len(updates):
+            self._rate_on_device()
+        for group, rate in self._rates:
+            lr = group["lr"]
+            if lr is not rate and not isinstance(lr, torch.Tensor):
+                # set by hand: the recording reads the tensor
+                rate.fill_(lr)
+                group["lr"] = rate
+        if not self._window.plain:
+            self._place_gradients()
+
+    def _rate_on_device(self) -> None:
+        for updates in self._preparer.updates:
+            if not isinstance(updates, ResidentUpdates) or not updates.recordable():
+                continue
+            for group in updates.optimizer.param_groups:
+                if "capturable" in group:
+                    group["capturable"] = True
+                if not isinstance(group["lr"], torch.Tensor):
+                    rate = torch.tensor(float(group["lr"]), device=self.device)
+                    group["lr"] = rate
+                    self._rates.append((group, rate))
+        self._rated = len(self._preparer.updates)
+
+    def _place_gradients(self) -> None:
+        """In a window gradients stay in one place: each micro-batch's recording adds to the same memory."""
+        for updates in self._preparer.updates:
+            for p in updates.parameters():
+                if not p.requires_grad:
+                    continue
+                static = self._statics.get(p)
+                if static is None:
+                    static = self._statics[p] = torch.zeros_like(p)
+                if p.grad is not static:
+                    if p.grad is None:
+                        static.zero_()
+                    else:
+                        static.copy_(p.grad)
+                    p.grad = static
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Callable[[], None]]]:
+        """Host effects of a step go to the list instead of being done; the log's thread keeps off the device."""
+        state = self._state
+        assert isinstance(state, ResidentState)
+        tape: list[Callable[[], None]] = []
+        resident = [u for u in self._preparer.updates if isinstance(u, ResidentUpdates)]
+        before = [u.host_marks() for u in resident]
+        window_before = self._window.marks()
+        state.tape = self._window.tape = tape
+        try:
+            with self._session.log.pause():
+                yield tape
+        finally:
+            state.tape = self._window.tape = None
+            state.close_losses()
+            self._window.put_marks(window_before)
+            for updates, marks in zip(resident, before, strict=True):
+                updates.put_host_marks(marks)

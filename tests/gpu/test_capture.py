@@ -11,8 +11,6 @@ import hotloop
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-    pytest.mark.filterwarnings("ignore:.*AccumulateGrad.*"),
 ]
 
 

@@ -111,10 +111,18 @@ class Loop:
         if self.settings["seed"] is not None:
             seed_everything(self.settings["seed"])
         self._state = make_state(self.device, self.settings["nonfinite"], scaled=self.precision.scaled)
-        self._window = Window(self.settings["accumulation"], self.processes, self.device)
-        if isinstance(self._state, ResidentState) and self.processes.world > 1 and self._state.watching:
-            self._window.probe = self._state.share_losses()
         self._resident = self._state if isinstance(self._state, ResidentState) else None
+        self._window = Window(
+            self.settings["accumulation"],
+            self.processes,
+            self.device,
+            resident=self._resident is not None,
+        )
+        several = self.processes.world > 1
+        if self._resident is not None and several and self._resident.watching:
+            self._window.probe = self._resident.share_losses()
+        # what other ranks wish comes to the host by way of the device
+        self._asks_device = self._resident is not None and several
         self._plain = self._window.plain and not self.precision.scaled
         self._watching = self._state.watching
         self._epoch = -1
@@ -205,20 +213,29 @@ class Loop:
         On one process without accumulation, in fp32 or bf16, `p.grad` holds afterwards what plain PyTorch gives.
         Otherwise it holds a multiple of that, until `clip_grad_norm_` or the optimizer's step makes it true.
         """
-        if self._watching:
-            self._state.note_loss(loss)
         if self._plain:
+            if self._watching:
+                self._state.note_loss(loss)
             loss.backward(**kwargs)
             return
         window = self._window
         if not window.plain:
             window.enter()
+        if self._watching and not window.replaying:
+            self._state.note_loss(loss)
+        if not window.plain:
             loss = window.weigh(loss, weight)
             if isinstance(self._state, HostState) and self._watching:
                 window.loss_bad = not self._state.losses_finite()
+        replicated = self._preparer.replicated
+        if window.boundary:
+            for binding in replicated:
+                binding.make_ready(loss)
         if isinstance(self._state, ResidentState) and self._state.scale is not None:
             loss = self._state.scale.apply(loss)
         loss.backward(**kwargs)
+        for binding in replicated:
+            binding.decided = False
         if window.replaying:
             for keeper in self._preparer.keepers:
                 keeper.undo_replay()
@@ -234,7 +251,13 @@ class Loop:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self._window.boundary:
             return total_norm(gradients_of(listed), norm_type)
-        return self._preparer.updates_for(listed).clip(listed, float(max_norm), float(norm_type))
+        chosen = self._preparer.updates_for(listed)
+        total = chosen.clip(listed, float(max_norm), float(norm_type))
+        if len(self._updates) > 1:
+            for updates in self._updates:
+                if updates is not chosen:
+                    updates.note_clipped(listed, chosen)
+        return total
 
     def update(
         self, optimizer: Any, scheduler: Any = None, *, max_norm: float | None = None
@@ -357,6 +380,8 @@ class Loop:
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of the epochs still to do, up to n: after `resume`, from where it stopped."""
+        if self._first_epoch >= n > 0:
+            self._say(f"epochs({n}): {self._first_epoch} epochs are done already, none is left to do")
         self._active = True
         self._signals.install()
         self._show_totals(n)
@@ -415,12 +440,15 @@ class Loop:
         loader = self._preparer.training_loader()
         return 0 if loader is None else loader.handed_out * loader.batch_samples
 
-    def _between_batches(self) -> None:
+    def _between_batches(self, loader: Any) -> None:
+        window = self._window
+        if window.latest is not loader:
+            window.come_forward(loader)
         if not torch.is_grad_enabled():
             return
         if not self._signals.installed and not self._session.ended:
             self._signals.install()
-        if self._signals.pending is not None or self._window.agreed[0]:
+        if self._signals.pending is not None or window.agreed[0] or self._asks_device:
             self._honour_signal()
 
     def _honour_signal(self) -> None:
@@ -428,10 +456,8 @@ class Loop:
         if self.processes.world > 1:
             # every rank must leave after the same update: the wish travels with the next sum
             self._window.flags[0] = pending
-            seen = (
-                self._state.seen().stop if isinstance(self._state, ResidentState) else self._window.agreed[0]
-            )
-            if not seen:
+            resident = self._resident
+            if not (self._window.agreed[0] if resident is None else resident.seen().stop):
                 return
         elif not pending:
             return
@@ -441,8 +467,10 @@ class Loop:
         self._session.progress.end()
         if self.processes.is_main:
             self.print(f"hotloop: saved update {self.updates} to {self._saver.folder()}; resume from there")
+        numbers = [n for n in self.processes.gather_object(self._signals.pending) if n is not None]
+        self._window.agreed[0] = False
         self._session.end("interrupted", reason="signal")
-        self._signals.leave()
+        self._signals.leave(numbers[0] if numbers else None)
 
     # ------------------------------------------------------------------------------------------------ values out
 
@@ -467,7 +495,7 @@ class Loop:
         """
         if value is None:
             return self._session.means.read(name)
-        if any(x.is_replay and x.live for x in self._loaders):
+        if self._replays():
             weight = 0.0
         if self._resident is not None and self._resident.tape is not None:
             self._resident.tape.append(lambda: self._session.means.add(name, value, weight))
@@ -501,9 +529,16 @@ class Loop:
 
     def gather_for_metrics(self, data: Any) -> Any:
         """`gather` without what a rank replayed to keep the others company."""
-        if self.processes.world > 1 and any(x.is_replay and x.live for x in self._loaders):
+        if self._replays():
             data = map_tensors(data, lambda t: t[:0])
         return collectives.gather(data, self.processes, uneven=True)
+
+    def _replays(self) -> bool:
+        """Whether the batch that the script works on is one that was given again to keep others company."""
+        if self.processes.world == 1:
+            return False
+        loader = self._window.in_hand()
+        return loader is not None and bool(loader.is_replay)
 
     def reduce(self, data: Any, how: str = "sum") -> Any:
         """Tensors reduced elementwise over ranks: "sum", "mean", "max" or "min"."""

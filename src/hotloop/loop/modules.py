@@ -28,6 +28,7 @@ class Binding:
         replica: its DistributedDataParallel twin, or None.
         keeper: restores its buffers after a refused update, or None.
         hold_sync: True inside `no_sync`.
+        decided: a forward since the last backward has said whether gradients are exchanged.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Binding:
         self.replica = replica
         self.keeper = keeper
         self.hold_sync = False
+        self.decided = False
         self.convert_outputs = True
         self._inside = False
         # one object for all calls: building it costs as much as a kernel launch; `_inside` keeps it from nesting
@@ -82,8 +84,19 @@ class Binding:
             window.enter()
             if self.replica is not None:
                 self.replica.require_backward_grad_sync = window.boundary and not self.hold_sync
+                self.decided = True
         if self.keeper is not None:
             self.keeper.save(again=window.replaying)
+
+    def make_ready(self, loss: torch.Tensor) -> None:
+        """Have gradients exchanged in a backward that no forward through the module itself announced.
+
+        That is the second backward of a micro-batch, or one after calling a method or a part of the module. To take
+        the mean over ranks once more of what is their mean already changes nothing.
+        """
+        replica = self.replica
+        if not self.decided and not self.hold_sync and not replica.static_graph:
+            replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
 
 
 def bind_module(module: nn.Module, binding: Binding) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from hotloop.loop.schedulers import HostSchedule, ResidentSchedule, bind_schedul
 from hotloop.loop.updates import HostUpdates, ResidentUpdates, updates_of
 from hotloop.loop.window import Window
 from hotloop.optim import prefer_fused
+from hotloop.parallel import collectives
 from hotloop.parallel.plan import Plan
 from hotloop.parallel.replica import make_replica
 from hotloop.precision import Precision
@@ -34,6 +36,7 @@ class Preparer:
         registry: everything prepared, in order.
         updates: the updates of each prepared optimizer, in order.
         keepers: those of the modules that have buffers to protect.
+        replicated: the bindings of the modules whose gradients are exchanged between processes.
         expected_feed: which of the loaders fed training in the run that was resumed; -1 if unknown.
     """
 
@@ -49,11 +52,12 @@ class Preparer:
         seed: int | None,
         say: Callable[[str], None],
         after_update: Callable[[Any], None],
-        before_batch: Callable[[], None],
+        before_batch: Callable[[Any], None],
     ) -> None:
         self.registry = Registry()
         self.updates: list[HostUpdates | ResidentUpdates] = []
         self.keepers: list[BufferKeeper] = []
+        self.replicated: list[Binding] = []
         self.expected_feed = -1
         self._schedules: dict[int, HostSchedule | ResidentSchedule] = {}
         self._device = device
@@ -98,7 +102,12 @@ class Preparer:
             keeper = BufferKeeper(module)
             self.keepers.append(keeper)
         replica = make_replica(module, self._device, self._processes, self._plan)
+        if replica is None and self._processes.world > 1:
+            # nothing in it learns, but all ranks are to have the same all the same
+            collectives.broadcast(list(module.state_dict().values()), self._processes)
         binding = Binding(module, self._window, self._device, self._precision.autocast, replica, keeper)
+        if replica is not None:
+            self.replicated.append(binding)
         if binding.needed:
             bind_module(module, binding)
         self.registry.modules.append(module)
@@ -157,7 +166,7 @@ class Preparer:
                 return source
             source = source.source
         loader = Loader(source, device=self._device, processes=self._processes, seed=self._seed)
-        loader.before_batch = self._before_batch
+        loader.before_batch = functools.partial(self._before_batch, loader)
         self._window.watch(loader)
         self.registry.loaders.append(loader)
         return loader

@@ -94,7 +94,7 @@ def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
 
 def _waiting_gradients(registry: Registry, window: Window) -> list[dict[str, torch.Tensor]]:
     """Gradients of a window that is not complete yet; nothing between two windows."""
-    if window.boundary:
+    if window.at_rest:
         return []
     return [
         {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
@@ -209,7 +209,7 @@ def _sums_of(ranks: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
     """What all ranks together had summed up, for the first of another number of ranks; nothing for the rest."""
     if not first:
         return {
-            "window": {**ranks[0]["window"], "total": 0.0},
+            "window": {**ranks[0]["window"], "totals": []},
             "means": {"host": {}, "device": {}},
             "gradients": [],
         }
@@ -224,9 +224,9 @@ def _sums_of(ranks: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
         for into, found in zip(gradients, rank["gradients"], strict=True):
             for name, gradient in found.items():
                 into[name] = into[name] + gradient if name in into else gradient
-    total = sum(rank["window"]["total"] for rank in ranks)
+    totals = [sum(parts) for parts in zip(*(rank["window"]["totals"] for rank in ranks), strict=True)]
     return {
-        "window": {**ranks[0]["window"], "total": total},
+        "window": {**ranks[0]["window"], "totals": totals},
         "means": {"host": host, "device": device},
         "gradients": gradients,
     }

@@ -66,7 +66,8 @@ class Saver:
         self._settle = settle
         self._checkpoints = Checkpoints()
         self._due: dict[str, Due] = {}
-        self._handled = -1
+        self._handled = 0
+        self._asked = False
         self.path: Path | None = None
         self.keep = 1
 
@@ -106,17 +107,19 @@ class Saver:
 
     def _agree(self, wish: bool) -> bool:
         """Clocks differ between ranks: rank 0's wish travels with the next update's sum, and all obey that."""
-        self._window.flags[1] = self._window.flags[1] or wish
+        # once: an answer from a device comes some updates later
+        if wish and not self._asked:
+            self._asked = self._window.flags[1] = True
         if isinstance(self._state, ResidentState):
-            seen = self._state.seen()
-            if not seen.save or seen.updates == self._handled:
+            wishes = self._state.seen().saves
+            if wishes == self._handled:
                 return False
-            self._handled = seen.updates
+            self._handled = wishes
         else:
             if not self._window.agreed[1]:
                 return False
             self._window.agreed[1] = False
-        self._window.flags[1] = False
+        self._asked = False
         return True
 
     def _write(self, target: Path, wait: bool) -> None:

@@ -57,7 +57,7 @@ class HostSchedule:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, unless inside a window or after nothing but refused updates."""
-        if not self._window.boundary:
+        if self._window.inside:
             return
         updates = self._updates
         if isinstance(updates, HostUpdates) and not is_metric_driven(self.scheduler):
@@ -145,7 +145,7 @@ class ResidentSchedule:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance if the update before was applied; the device decides."""
-        if not self._window.boundary:
+        if self._window.inside:
             return
         made = self._updates.issued - self._issued
         self._issued = self._updates.issued

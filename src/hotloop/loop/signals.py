@@ -69,11 +69,14 @@ class StopSignals:
             # os.write, since a signal may arrive in the middle of a buffered print
             os.write(2, f"\nhotloop: {name}: saving and stopping at the end of this step{again}\n".encode())
 
-    def leave(self) -> None:
-        """Raise what ends the run: KeyboardInterrupt for Ctrl-C, SystemExit(128 + number) otherwise."""
-        number, self.pending = self.pending, None
+    def leave(self, number: int | None) -> None:
+        """Raise what ends the run: KeyboardInterrupt for Ctrl-C, SystemExit(128 + number) otherwise.
+
+        `number` is the signal that came here or to another process of the run.
+        """
+        self.pending = None
         self.remove()
         sys.stderr.flush()
-        if number in (None, signal.SIGINT):
+        if number is None or number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + int(number))
+        raise SystemExit(128 + number)

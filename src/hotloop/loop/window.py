@@ -32,6 +32,10 @@ class _Watched:
 class Window:
     """The micro-batches between two updates.
 
+    A window ends with the batch that fills it or that is the last of its loader, and is over once an optimizer has
+    stepped. Where none did, its gradients and weights go on into the next one. Of several loaders that hand out
+    batches for one micro-batch, the one asked last feeds training; the first to end ends the window.
+
     Attributes:
         boundary: the micro-batch now in work is the last before an update.
         forced: set to True or False to decide the boundary by hand; None lets the loader decide.
@@ -41,9 +45,15 @@ class Window:
         flags: this rank's wishes (to stop, to save), carried to all ranks with the next sum.
         agreed: those wishes of any rank, as of the last sum (CPU).
         feed: the loader that training batches come from, once known.
+        latest: the loader asked last for a batch, for whatever purpose.
+        number: windows begun.
+        waiting: micro-batches of this window before the one in work that were backpropagated.
+        learned: the micro-batch in work was backpropagated.
+        stepped: an optimizer has stepped (or would have, before the boundary) since the micro-batch began.
+        replaying: the batch in hand is a replay on a rank that has run dry: it must leave no trace.
     """
 
-    def __init__(self, every: int, processes: Processes, device: torch.device) -> None:
+    def __init__(self, every: int, processes: Processes, device: torch.device, *, resident: bool) -> None:
         self.every = every
         self.boundary = True
         self.forced: bool | None = None
@@ -52,15 +62,25 @@ class Window:
         self.flags = [False, False]
         self.agreed = [False, False]
         self.feed: Any = None
+        self.latest: Any = None
+        self.number = 0
+        self.waiting = 0
+        self.learned = False
+        self.stepped = False
+        self.replaying = False
         self.processes = processes
         self._device = device
+        self._resident = resident
         self._loaders: list[_Watched] = []
         self._micro = 0
         self._open = False
         self._by_hand = False
         self._ordinal = 0
         self._references: list[Weight] = []
-        self._total: Weight = 0.0
+        self._totals: list[Weight] = []
+        self._share: float | None = None
+        self._sources: list[Any] = []
+        self._given_up = False
         self._factor: float | torch.Tensor | None = None
         self.loss_bad = False
         self.probe: torch.Tensor | None = None
@@ -68,32 +88,43 @@ class Window:
         self.tape: list[Callable[[], None]] | None = None
 
     @property
-    def replaying(self) -> bool:
-        """The batch in hand is a replay on a rank that has run dry: it must leave no trace."""
-        return self.feed is not None and self.feed.is_replay
+    def inside(self) -> bool:
+        """More micro-batches are to come before the next update; not so once the training loader was left."""
+        return not self.boundary and (self._by_hand or self.feed is None or self.feed.live)
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing waits for an update."""
+        # with one micro-batch a window, who steps more rarely sums gradients up by hand, as in plain PyTorch
+        over = self.every == 1 or self.stepped or self._given_up
+        return self._micro == 0 or (self.boundary and over)
 
     def watch(self, loader: Any) -> None:
         """Let `loader` be one of those that may feed training."""
         self._loaders.append(_Watched(weakref.ref(loader), loader.handed_out))
 
+    def come_forward(self, loader: Any) -> None:
+        """`loader` is asked for a batch: it is the latest, and last in the list."""
+        self.latest = loader
+        self._loaders.sort(key=lambda entry: entry.loader() is loader)
+
+    def in_hand(self) -> Any:
+        """The loader whose batch the script is working on: of those now iterated over, the one asked last."""
+        if self.latest is not None and self.latest.live:
+            return self.latest
+        found = [loader for entry in self._loaders if (loader := entry.loader()) is not None and loader.live]
+        return found[-1] if found else None
+
     def enter(self) -> None:
         """A training forward or a backward begins: open a new micro-batch if the feed has moved on."""
         if self._by_hand:
             return
-        moved = self._moved()
-        if moved:
-            feed = self._choose(moved)
-            if feed is not None:
-                self.feed = feed
-                self.begin()
-        elif not self._open:
+        if self._follow(self._moved()) or not self._open:
             self.begin()
 
     def open_by_hand(self) -> None:
         """Open a micro-batch that lasts until `close_by_hand`, whatever loaders do meanwhile."""
-        moved = self._moved()
-        if moved:
-            self.feed = self._choose(moved) or self.feed
+        self._follow(self._moved())
         self._by_hand = True
         self.begin()
 
@@ -102,7 +133,7 @@ class Window:
         self._by_hand = False
 
     def _moved(self) -> list[Any]:
-        """Loaders that handed out a batch for learning since the last time this was asked."""
+        """Loaders that handed out a batch for learning since this was asked last; the one asked last comes last."""
         moved = []
         for entry in self._loaders:
             loader = entry.loader()
@@ -113,61 +144,84 @@ class Window:
                 moved.append(loader)
         return moved
 
-    def _choose(self, moved: list[Any]) -> Any:
-        """Which of the loaders that handed out a batch feeds training; None if none of them does.
+    def _follow(self, moved: list[Any]) -> bool:
+        """Note which of the loaders that handed out a batch feeds training; False if none of them does.
 
         An evaluation between two training steps, or inside one, leaves the training loader in the lead, also
         when it was abandoned half way.
         """
-        if any(loader is self.feed for loader in moved):
-            return self.feed
-        open_ones = [loader for loader in moved if loader.live]
-        if open_ones:
-            return open_ones[-1]
-        return moved[-1] if self.feed is None else None
+        live = [loader for loader in moved if loader.live]
+        feed = self.feed
+        if not live:
+            self._sources = [loader for loader in self._sources if loader.live]
+            return False
+        if not any(loader is feed for loader in live):
+            if feed is not None and feed.live and not self.stepped:
+                return False
+            self.feed = live[-1]
+        self._sources = live
+        return True
 
     def begin(self) -> None:
         """Open the next micro-batch."""
-        if self.boundary or self._micro == 0:
-            self._micro, self._total = 0, 0.0
+        if self.at_rest:
+            self._micro, self._totals = 0, []
+            self.number += 1
+            self.waiting = 0
+        elif self.learned:
+            self.waiting += 1
         self._micro += 1
-        self._ordinal = 0
+        self._ordinal, self._share = 0, None
         self._open = True
+        self.learned = self.stepped = self._given_up = False
         self._factor = None
-        last = self.feed is not None and self.feed.at_last
+        last = self.replaying = False
+        for loader in self._sources:
+            last = last or loader.at_last
+            self.replaying = self.replaying or loader.is_replay
         self.boundary = self.forced if self.forced is not None else (self._micro >= self.every or last)
 
     def end(self) -> None:
         """An optimizer has stepped or would have: without a loader, the next backward is a new micro-batch."""
-        if self.feed is None and not self._by_hand:
+        self.stepped = True
+        self._share = None
+        if not self._by_hand and (self.feed is None or not self.feed.live):
             self._open = False
 
+    def give_up(self) -> None:
+        """The gradients of this window were cleared at its end instead of being used."""
+        self._given_up = True
+
     def weigh(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor:
-        """The loss to backpropagate for this micro-batch: loss * n_i / n_ref, and n_i counted once."""
+        """The loss to backpropagate for this micro-batch: loss * n_i / n_ref.
+
+        The k-th backward of each micro-batch has a sum of weights and a reference of its own, for scripts with
+        several losses and optimizers.
+        """
         self._factor = None
+        self.learned = True
         if not self.weighted:
             return loss
         if weight is None:
-            weight = float(self.feed.batch_samples) if self.feed is not None else 1.0
+            weight = float(self.feed.batch_samples) if self._sources else 1.0
         replay = self.replaying
         if replay:
             weight = 0.0
         if isinstance(weight, torch.Tensor):
             weight = weight.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
-        elif not replay and not weight > 0:
+        elif not weight >= 0:
             raise DataError(
-                f"backward(weight={weight!r}): a batch is a mean over at least one sample or token"
+                f"backward(weight={weight!r}): a batch cannot be a mean over that many samples or tokens"
             )
         ordinal = self._ordinal
         self._ordinal += 1
         if ordinal >= len(self._references):
             self._references.append(self._agree_reference(weight))
-        if ordinal == 0:
-            self._total = self._total + weight
-            if self.tape is not None:
-                if isinstance(weight, torch.Tensor):
-                    raise CaptureError("a captured window needs weights that are numbers, or accumulation=1")
-                self.tape.append(functools.partial(self._account, weight))
+        self._account(ordinal, weight)
+        if self.tape is not None:
+            if isinstance(weight, torch.Tensor):
+                raise CaptureError("a captured window needs weights that are numbers, or accumulation=1")
+            self.tape.append(functools.partial(self._account, ordinal, weight))
         if replay:
             # where, not a product: a replayed loss may be anything, and NaN * 0 is NaN
             return torch.where(
@@ -175,34 +229,44 @@ class Window:
             )
         reference = self._references[ordinal]
         if isinstance(weight, torch.Tensor) or isinstance(reference, torch.Tensor):
-            share = torch.as_tensor(weight / reference).to(loss.dtype)
-            return loss * share
-        return loss if weight == reference else loss * (weight / reference)
+            return loss * torch.as_tensor(weight / reference).to(loss.dtype)
+        share = weight / reference
+        if self._share is not None and abs(share - self._share) > 1e-12 * max(share, self._share):
+            raise DataError(
+                f"backward(weight={weight!r}): the backward before it in this micro-batch had a weight in another "
+                "proportion to its first one, so that no one factor makes the sum of both gradients a mean; add the "
+                "losses and backpropagate once, or step the optimizer of the first before the second backward"
+            )
+        self._share = share
+        return loss if weight == reference else loss * share
 
     def marks(self) -> tuple[Any, ...]:
         """What recording a micro-batch changes here, to be put back."""
-        return (self._total, self._ordinal, self._factor)
+        return (list(self._totals), self._ordinal, self._factor, self.learned, self._share)
 
     def put_marks(self, marks: tuple[Any, ...]) -> None:
         """Put `marks` back."""
-        self._total, self._ordinal, self._factor = marks
+        self._totals, self._ordinal, self._factor, self.learned, self._share = marks
 
-    def _account(self, weight: Weight) -> None:
-        """Count the weight of a replayed micro-batch."""
-        self._total = self._total + weight
+    def _account(self, ordinal: int, weight: Weight) -> None:
+        """Count the weight of a micro-batch."""
+        self._totals += [0.0] * (ordinal + 1 - len(self._totals))
+        self._totals[ordinal] = self._totals[ordinal] + weight
+        self._ordinal = max(self._ordinal, ordinal + 1)
+        self.learned = True
         self._factor = None
 
     def _agree_reference(self, weight: Weight) -> Weight:
-        """n_ref: the first batch's weight on rank 0, the same on every rank."""
+        """n_ref: the weight of the first batch, the same on every rank; 1 if that is a mean over nothing."""
         if self.processes.world == 1:
-            return weight
+            return _or_one(weight)
         import torch.distributed as dist
 
         box = torch.zeros(1, dtype=torch.float64, device=self._device)
         box.copy_(weight.reshape(1)) if isinstance(weight, torch.Tensor) else box.fill_(weight)
         # a rank that starts with a replay has no weight of its own; the largest is as good as the first
         dist.all_reduce(box, dist.ReduceOp.MAX)
-        return box[0] if self._device.type != "cpu" else box.item()
+        return _or_one(box[0] if self._resident else box.item())
 
     def frozen(self) -> tuple[Any, ...]:
         """What a recording of the micro-batch now open freezes: its place, its weight, the window's sum before it."""
@@ -211,7 +275,7 @@ class Window:
         return (
             self.boundary,
             weight,
-            self._total if self.boundary and self._micro > 1 else None,
+            tuple(self._totals) if self.boundary and self._micro > 1 else None,
             *self._references[:1],
         )
 
@@ -226,32 +290,40 @@ class Window:
         if self.processes.world > 1:
             self._factor = self._reduce()
         elif self.weighted and self._references and self.every > 1:
-            self._factor = self._divide(self._total)
+            self._factor = self._divide(self._total())
         else:
             self._factor = 1.0
         return self._factor
 
+    def _total(self) -> Weight:
+        """The sum of weights of the backward made last, over the window so far."""
+        at = max(self._ordinal, 1) - 1
+        return self._totals[at] if at < len(self._totals) else 0.0
+
     def _divide(self, total: Weight) -> float | torch.Tensor:
-        reference = self._references[0]
+        reference = self._references[max(self._ordinal, 1) - 1]
         if isinstance(total, torch.Tensor) or isinstance(reference, torch.Tensor):
-            factor = torch.as_tensor(self.processes.world * reference / total)
-            return factor if self._device.type != "cpu" else factor.item()
-        return self.processes.world * reference / total
+            # a window of nothing but empty batches has gradients of 0, whatever they are multiplied by
+            factor = torch.as_tensor(self.processes.world * reference / _or_one(total))
+            return factor if self._resident else factor.item()
+        return self.processes.world * reference / _or_one(total)
 
     def _reduce(self) -> float | torch.Tensor:
         import torch.distributed as dist
 
         box = torch.zeros(4, dtype=torch.float64, device=self._device)
-        if isinstance(self._total, torch.Tensor):
-            box[0].copy_(self._total)
-        elif self._total:
-            box[0].fill_(self._total)
-        if self._device.type == "cpu":
+        mine = self._total()
+        if isinstance(mine, torch.Tensor):
+            box[0].copy_(mine)
+        elif mine:
+            box[0].fill_(mine)
+        if not self._resident:
             box[1], box[2], box[3] = float(self.loss_bad), float(self.flags[0]), float(self.flags[1])
             dist.all_reduce(box)
             self.flags = [False, False]
             total, bad, stop, due = box.tolist()
-            self.loss_bad, self.agreed = bad > 0, [stop > 0, due > 0]
+            self.loss_bad = bad > 0
+            self.agreed = [self.agreed[0] or stop > 0, self.agreed[1] or due > 0]
             return self._divide(total) if self.weighted and self._references else 1.0
         if self.probe is not None:
             # NaN where a loss was not finite: the sum carries it to every rank
@@ -270,15 +342,26 @@ class Window:
         """Where in the window training is; waits for the device if weights lie there."""
         references = [float(r) for r in self._references]
         return {
-            "micro": 0 if self.boundary else self._micro,
-            "total": float(self._total),
+            "micro": 0 if self.at_rest else self._micro,
+            "totals": [float(total) for total in self._totals],
             "references": references,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self._micro, self._total = int(state["micro"]), float(state["total"])
+        self._micro, self._totals = int(state["micro"]), list(state["totals"])
         self._references = list(state["references"])
         self.boundary = self._micro == 0
+        self.waiting = max(self._micro - 1, 0)
+        self.learned = self._micro > 0
+        self.stepped = self._given_up = False
         self._open = False
         self._factor = None
+        self._share = None
+
+
+def _or_one(weight: Weight) -> Weight:
+    """`weight`, or 1 where it is 0."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, weight, torch.ones_like(weight))
+    return weight or 1.0

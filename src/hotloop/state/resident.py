@@ -155,7 +155,7 @@ class ResidentState:
         elif self.watching:
             self._refused.add_(verdict.refuse)
         if wishes is not None:
-            self._wishes.copy_(wishes)
+            self._wishes.add_(wishes)
         return self._counts if self.watching or self.scale is not None or wishes is not None else None
 
     def keep_pace(self, counted: torch.Tensor | None) -> None:
@@ -202,15 +202,15 @@ class ResidentState:
         self._pace.restart([0.0 if self._sticky else float(refused), float(bad), 0.0, 0.0])
 
     def _read(self, updates: int, row: list[float]) -> Seen:
-        refused, bad, stop, save = row
+        refused, bad, stop, saves = row
         return Seen(
-            updates, int(refused), int(bad if self.scale is not None else refused), stop > 0, save > 0
+            updates, int(refused), int(bad if self.scale is not None else refused), stop > 0, int(saves)
         )
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Counters as of update number `updates`: refused, non-finite, and two wishes.
+    """Counters as of update number `updates`: refused, non-finite, wishes of any rank to stop and to save.
 
     `updates` counts those made when the counters were copied. Under "stop", refused is 0 or 1.
     """
@@ -219,7 +219,7 @@ class Seen:
     refused: int = 0
     bad: int = 0
     stop: bool = False
-    save: bool = False
+    saves: int = 0
 
 
 class Pace:

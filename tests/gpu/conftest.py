@@ -5,7 +5,12 @@ import warnings
 import pytest
 import torch
 
-_NOTICES = ("ignore:Synchronization debug mode is a prototype", "ignore:.*AccumulateGrad.*")
+_NOTICES = (
+    "ignore:Synchronization debug mode is a prototype",
+    "ignore:.*AccumulateGrad.*",
+    "ignore:.*Profiler clears events",
+    "ignore::DeprecationWarning",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -70,10 +70,10 @@ def test_a_rank_that_dies_in_a_collective_on_the_gpu_ends_all(tmp_path: Path) ->
     assert "KeyError: 'the cause'\nhotloop launch: rank 1 of 2 failed first" in done.stderr
 
 
-def test_env_agrees_with_cuda_and_makes_no_context(tmp_path: Path) -> None:
+def test_env_agrees_with_cuda_before_and_after_a_context(tmp_path: Path) -> None:
     program = (
         "import json, torch\nfrom hotloop.hardware import describe_machine\n"
-        "found = describe_machine()\nassert not torch.cuda.is_initialized()\n"
+        "found = describe_machine()\n"
         "torch.zeros(1, device='cuda')\nprint(json.dumps([found, describe_machine()]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

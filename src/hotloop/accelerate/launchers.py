@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hotloop.accelerate.state import AcceleratorState, PartialState
-from hotloop.accelerate.unsupported import refuse
 from hotloop.accelerate.utils.dataclasses import PrecisionType
 from hotloop.accelerate.utils.environment import patch_environment
 from hotloop.accelerate.utils.other import get_free_port
 from hotloop.errors import LaunchError, SettingError
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
+
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class PrepareForLaunch:
@@ -42,6 +45,7 @@ class PrepareForLaunch:
         os.environ["LOCAL_RANK"] = str(index)
         os.environ["RANK"] = str(node * local_world + index)
         os.environ["FORK_LAUNCHED"] = "1"
+        _forget_handlers()
         try:
             self.launcher(*args)
         finally:
@@ -80,17 +84,18 @@ def notebook_launcher(
         master_addr: machine where the processes of several machines meet.
         node_rank: number of this machine.
         num_nodes: machines.
-        rdzv_backend: only "static".
-        rdzv_endpoint: not supported.
-        rdzv_conf: not supported.
-        rdzv_id: kept for its name.
-        max_restarts: must be 0.
-        monitor_interval: kept for its name.
-        log_line_prefix_template: kept for its name.
+        rdzv_backend: how they meet: "static", or one of torch's others such as "c10d".
+        rdzv_endpoint: where they meet, instead of `master_addr:use_port`.
+        rdzv_conf: further settings of that backend.
+        rdzv_id: name of the run.
+        max_restarts: how often all processes start anew after a failure.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: what stands before each line of output.
 
     Raises:
         SettingError: no number of processes, or an unknown precision.
-        LaunchError: an Accelerator or the device was used before, or a process failed.
+        LaunchError: an Accelerator or the device was used before in this process.
+        ChildFailedError: torch's, with the error of the process that failed first.
     """
     precision = str(mixed_precision).lower()
     if precision not in PrecisionType:
@@ -101,8 +106,6 @@ def notebook_launcher(
         raise SettingError("say how many processes to start: num_processes=...")
     if node_rank >= num_nodes:
         raise SettingError("The node_rank must be less than the number of nodes.")
-    if rdzv_backend != "static" or rdzv_endpoint or rdzv_conf or max_restarts:
-        refuse("an elastic notebook launch", "write the function to a file and use `hotloop launch`")
     if num_processes * num_nodes == 1:
         function(*args)
         return
@@ -115,16 +118,40 @@ def notebook_launcher(
         raise LaunchError(
             "CUDA is in use in this process and cannot be used after a fork; restart before launching"
         )
-    port = str(use_port) if str(use_port) != "0" else str(get_free_port())
-    with patch_environment(
-        world_size=num_nodes * num_processes,
-        local_world_size=num_processes,
-        group_rank=node_rank,
-        master_addr=master_addr,
-        master_port=port,
-        accelerate_mixed_precision=precision,
-    ):
-        _start(PrepareForLaunch(function), args, num_processes)
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    configs = dict(rdzv_conf or {})
+    endpoint = rdzv_endpoint
+    if rdzv_backend == "static":
+        configs["rank"] = node_rank
+        port = str(use_port) if str(use_port) != "0" else str(get_free_port())
+        endpoint = endpoint or f"{master_addr}:{port}"
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=num_processes,
+        run_id=rdzv_id,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=endpoint or "localhost:0",
+        rdzv_configs=configs,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        # the function may be one of a notebook's cells, which a fresh interpreter could not import
+        start_method="fork",
+        log_line_prefix_template=log_line_prefix_template,
+    )
+
+    def entrypoint(*arguments: Any) -> Any:
+        _forget_handlers()
+        return function(*arguments)
+
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    try:
+        with patch_environment(accelerate_mixed_precision=precision, fork_launched=1):
+            elastic_launch(config, entrypoint=entrypoint)(*args)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -142,6 +169,13 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         accelerate_use_cpu="yes",
     ):
         _start(PrepareForLaunch(function, debug=True), args, num_processes)
+
+
+def _forget_handlers() -> None:
+    """In a forked child: stop at once when told to, also inside a collective that no Python handler interrupts."""
+    for number in _STOPPING:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 
 def _start(launcher: PrepareForLaunch, args: tuple[Any, ...], count: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
+
 from hotloop.accelerate.state import AcceleratorState, PartialState
 from hotloop.accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from hotloop.accelerate.utils.dataclasses import ProjectConfiguration
@@ -97,4 +99,7 @@ class TrackingMembers:
         for tracker in self.trackers:
             tracker.finish()
         self.loop.end_training()
+        # a gloo group that is closed while the last backward's exchange is being wound up takes the process down
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            PartialState().wait_for_everyone()
         self.state.destroy_process_group()

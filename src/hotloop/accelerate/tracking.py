@@ -115,18 +115,15 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration as hyperparameters, and as a text file beside the events.
-
-        Raises:
-            TypeError: a value is none of bool, str, float, int, None.
-        """
-        allowed = {name: "" if value is None else value for name, value in values.items()}
+        """Keep the configuration as hyperparameters (what is no number or text, as text), and in a file beside."""
+        plain = (bool, int, float, str)
+        allowed = {k: v if isinstance(v, plain) else str(v) for k, v in values.items() if v is not None}
         self.writer.add_hparams(allowed, metric_dict={})
         self.writer.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
         # a JSON document is a YAML document too, so this is what readers of hparams.yml can parse
-        (folder / "hparams.yml").write_text(json.dumps(values, indent=2) + "\n")
+        (folder / "hparams.yml").write_text(json.dumps(values, indent=2, default=str) + "\n")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -214,7 +214,9 @@ def _gather_one(tensor: torch.Tensor, world: int) -> torch.Tensor:
         return tensor.new_empty((world * shape[0], *shape[1:]))
     flat = _as_bytes(tensor)
     every = flat.new_empty(world * flat.numel())
-    dist.all_gather_into_tensor(every, flat)
+    # the newer name of the same collective; torch 2.11 and 2.12 have only the older one
+    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collect(every, flat)
     return every.view(tensor.dtype).view(world * shape[0], *shape[1:])
 
 

@@ -1,6 +1,6 @@
 """A classifier of handwritten digits: real 8 x 8 scans that ship with scikit-learn. A plain loop, five lines changed.
 
-    python examples/digits.py --epochs 30
+python examples/digits.py --epochs 30
 """
 
 import argparse
@@ -44,10 +44,14 @@ def main() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     loader = DataLoader(train, batch_size=args.batch, shuffle=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(loader))
-    model, optimizer, loader, scheduler = loop.prepare(model, optimizer, loader, scheduler)
-    test_loader = loop.prepare(DataLoader(test, batch_size=256))
+    model, optimizer, loader, test_loader = loop.prepare(
+        model, optimizer, loader, DataLoader(test, batch_size=256)
+    )
+    # after prepare: with several processes the prepared loader is shorter
+    steps = args.epochs * len(loader)
+    scheduler = loop.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps))
 
+    accuracy = float("nan")
     for _ in loop.epochs(args.epochs):
         model.train()
         for x, y in loader:
@@ -65,7 +69,9 @@ def main() -> None:
         loop.log(val_accuracy=accuracy)
     loop.save_state(args.checkpoint)
     loop.end_training()
-    loop.print(f"test accuracy {accuracy:.2%}; checkpoint in {args.checkpoint}; record in {loop.record_folder}")
+    loop.print(
+        f"test accuracy {accuracy:.2%}; checkpoint in {args.checkpoint}; record in {loop.record_folder}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ optimizers' settings; grad and autocast mode.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 # Attributes of every module that are bookkeeping of torch and hold no numbers that a forward uses.
 _NOT_WATCHED = {"_is_full_backward_hook", "_compiled_call_impl", "_version", "_is_hf_initialized"}
 _DEPTH = 3
+_LEARNS = operator.attrgetter("requires_grad")
 
 
 class Fingerprint:
@@ -58,10 +60,11 @@ class Fingerprint:
             self._add("an optimizer's groups or state", functools.partial(_identity_of_optimizer, optimizer))
             for i, group in enumerate(optimizer.param_groups):
                 self._add(f"param_groups[{i}]", functools.partial(_group_settings, group))
-        self._parameter_dicts = [m._parameters for m in self._modules if m._parameters]
-        self._add("a parameter", lambda: [id(p) for held in self._parameter_dicts for p in held.values()])
-        self._add("requires_grad of a parameter", lambda: [p.requires_grad for p in self.parameters])
-        self._add("memory of a parameter", lambda: [p.data_ptr() for p in self.parameters])
+        # maps over C functions: these three look at every parameter in every call
+        held = [m._parameters for m in self._modules if m._parameters]
+        self._add("a parameter", lambda: list(map(id, itertools.chain.from_iterable(map(dict.values, held)))))
+        self._add("requires_grad of a parameter", lambda: list(map(_LEARNS, self.parameters)))
+        self._add("memory of a parameter", lambda: list(map(torch.Tensor.data_ptr, self.parameters)))
         self._add("grad mode", torch.is_grad_enabled)
         self._add("autocast", torch.is_autocast_enabled)
         self._add("a module's hooks", self._hook_count)

@@ -67,6 +67,7 @@ class _Entry:
     spec: Any = None
     effects: list[Callable[[], None]] = field(default_factory=list)
     gradients: list[torch.Tensor | None] | None = None
+    single: bool = False
 
 
 class CapturedStep:
@@ -123,7 +124,11 @@ class CapturedStep:
             return self._run_eagerly(args, kwargs)
         place = host.enter()
         host.ready()
-        leaves, spec = tree_flatten((args, kwargs))
+        if not kwargs and all(type(arg) is torch.Tensor for arg in args):
+            # the usual call, without the cost of a general structure
+            leaves, spec = list(args), None
+        else:
+            leaves, spec = tree_flatten((args, kwargs))
         key = (place, self._frozen_state(), spec, tuple(map(_describe, leaves)))
         entry = self._entries.get(key)
         if entry is None:
@@ -138,7 +143,7 @@ class CapturedStep:
                 return self._run_eagerly(args, kwargs)
             if self._recorder.runs_while_recording:
                 return self._after(entry)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = leaves if spec is None else [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if tensors:
             torch._foreach_copy_(entry.inputs, tensors, non_blocking=True)
         assert entry.recording is not None
@@ -157,7 +162,7 @@ class CapturedStep:
         results = entry.outputs
         if self._clone:
             results = [r.clone() if isinstance(r, torch.Tensor) else r for r in results]
-        return tree_unflatten(results, entry.spec)
+        return results[0] if entry.single else tree_unflatten(results, entry.spec)
 
     # -------------------------------------------------------------------------------------------- what is frozen
 
@@ -244,17 +249,21 @@ class CapturedStep:
         assert self._fingerprint is not None
         values, tensors = self._fingerprint.take(), self._fingerprint.tensors()
         last = entry.warm >= (_WARM_CALLS if self.captures == 0 else 1)
-        watch = record_syncs(self._host.device) if last else nullcontext([])
+        watch: AbstractContextManager[Any] = record_syncs(self._host.device) if last else nullcontext([])
         with self._forwards(), watch as waits:
             result = self._recorder.warm(lambda: self.function(*args, **kwargs))
         if waits:
             self._give_up(str(waits[0]))
         elif (now := self._fingerprint.tensors()) != tensors:
             name = next(n for n in now if now[n] != tensors.get(n))
-            self._give_up(f"the step replaces the tensor {name}; a replay would not see the new one: write into it")
+            self._give_up(
+                f"the step replaces the tensor {name}; a replay would not see the new one: write into it"
+            )
         elif (after := self._fingerprint.take()) != values:
             changed = self._fingerprint.difference(values, after)
-            self._give_up(f"the step changes {changed}; a replay would not repeat that: do it outside the step")
+            self._give_up(
+                f"the step changes {changed}; a replay would not repeat that: do it outside the step"
+            )
         return result
 
     def _record(self, entry: _Entry, leaves: list[Any], spec: Any) -> bool:
@@ -264,9 +273,8 @@ class CapturedStep:
         # clones keep strides; the recording reads from them for ever
         entry.inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         statics = iter(entry.inputs)
-        args, kwargs = tree_unflatten(
-            [next(statics) if isinstance(x, torch.Tensor) else x for x in leaves], spec
-        )
+        mine = [next(statics) if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = (mine, {}) if spec is None else tree_unflatten(mine, spec)
         before = [p.grad for p in self._fingerprint.parameters]
         try:
             with self._forwards(), self._host.recording() as effects:
@@ -278,6 +286,7 @@ class CapturedStep:
             return False
         entry.effects = effects
         entry.outputs, entry.spec = tree_flatten(result)
+        entry.single = isinstance(result, torch.Tensor)
         entry.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
         after = [p.grad for p in self._fingerprint.parameters]
         if any(g is not None for g in after) or any(g is not None for g in before):

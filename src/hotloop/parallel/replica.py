@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ def make_replica(module: nn.Module, device: torch.device, processes: Processes, 
         return None
     from torch.nn.parallel import DistributedDataParallel
 
+    # torch 2.13 renamed the switch and warns of the old name
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    renamed: dict[str, Any] = {buffers: plan.broadcast_buffers}
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=plan.find_unused_parameters,
         static_graph=plan.static_graph,
         bucket_cap_mb=plan.bucket_mb,
-        broadcast_buffers=plan.broadcast_buffers,
         gradient_as_bucket_view=True,
+        **renamed,
     )

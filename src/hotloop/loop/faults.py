@@ -44,8 +44,11 @@ class Faults:
                 self._stop(updates.attempted - 1, self._last_batch())
             return
         state = updates.state
-        self._trail.append((self._marks, self._last_batch()))
+        feed = self._window.feed
+        self._trail.append((self._marks, feed.handed_out if feed is not None else self._last_batch()))
         self._marks += 1
+        if not state.watching:
+            return
         seen = state.seen()
         if seen.bad and state.nonfinite == "stop":
             # every update's counters are looked at in turn: the first that shows a bad one is the one

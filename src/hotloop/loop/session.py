@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hotloop.errors import NonFiniteError
 from hotloop.hardware.processes import Processes
 from hotloop.loop.notebook import current_cell
 from hotloop.loop.notes import Notes
@@ -115,6 +116,8 @@ def _end_at_exit(reference: weakref.ref[Session]) -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, KeyboardInterrupt):
         session.end("interrupted", error)
+    elif isinstance(error, NonFiniteError):
+        session.end("stopped", error)
     elif error is not None:
         session.end("failed", error)
     else:

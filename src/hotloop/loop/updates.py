@@ -48,9 +48,11 @@ class Updates(ABC):
         if not self.window.plain:
             self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.optimizer._hotloop_updates = self  # type: ignore[attr-defined]
+        self.window.optimizers += 1
 
     def remove(self) -> None:
         """Give the optimizer its own methods back."""
+        self.window.optimizers -= 1
         for name in ("step", "zero_grad", "_hotloop_updates", "found_inf"):
             self.optimizer.__dict__.pop(name, None)
 
@@ -73,10 +75,11 @@ class Updates(ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless some of the window now open are waiting in them.
 
-        At the end of a window, after its last backward and before any step, it gives the window up.
+        At the end of a window, after its last backward and instead of a step, it gives the window up.
         """
         window = self.window
-        if window.boundary and window.learned and not window.stepped:
+        # with several optimizers it may as well make room for the next loss of the same micro-batch
+        if window.boundary and window.learned and not window.stepped and window.optimizers == 1:
             window.give_up()
         elif self.pending or (window.waiting and self._stepped_in != window.number):
             return
@@ -389,7 +392,7 @@ class ResidentUpdates(Updates):
         """See `Updates.zero_grad`; under capture, gradients of a window are cleared in place."""
         tape = self.state.tape
         if tape is None:
-            if self.pending == 0 and set_to_none and self._zero_is_torchs:
+            if self.window.plain and set_to_none and self._zero_is_torchs:
                 # torch's own does this and little else, in four times the host's time
                 for group in self.optimizer.param_groups:
                     for p in group["params"]:

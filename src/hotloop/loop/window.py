@@ -46,8 +46,8 @@ class Window:
         agreed: those wishes of any rank, as of the last sum (CPU).
         feed: the loader that training batches come from, once known.
         latest: the loader asked last for a batch, for whatever purpose.
+        optimizers: how many take part.
         number: windows begun.
-        waiting: micro-batches of this window before the one in work that were backpropagated.
         learned: the micro-batch in work was backpropagated.
         stepped: an optimizer has stepped (or would have, before the boundary) since the micro-batch began.
         replaying: the batch in hand is a replay on a rank that has run dry: it must leave no trace.
@@ -64,7 +64,7 @@ class Window:
         self.feed: Any = None
         self.latest: Any = None
         self.number = 0
-        self.waiting = 0
+        self.optimizers = 0
         self.learned = False
         self.stepped = False
         self.replaying = False
@@ -81,6 +81,9 @@ class Window:
         self._share: float | None = None
         self._sources: list[Any] = []
         self._given_up = False
+        self._earlier = False
+        self._drained = False
+        self._samples = 1.0
         self._factor: float | torch.Tensor | None = None
         self.loss_bad = False
         self.probe: torch.Tensor | None = None
@@ -91,6 +94,20 @@ class Window:
     def inside(self) -> bool:
         """More micro-batches are to come before the next update; not so once the training loader was left."""
         return not self.boundary and (self._by_hand or self.feed is None or self.feed.live)
+
+    @property
+    def waiting(self) -> bool:
+        """Gradients of this window's earlier micro-batches lie in the parameters.
+
+        With several optimizers, a backward of the micro-batch in work may have been for another one.
+        """
+        if self._earlier or not self.learned or self.boundary:
+            return self._earlier
+        return self.optimizers == 1 or any(
+            loader.live and loader.with_grad and loader.handed_out != entry.seen
+            for entry in self._loaders
+            if (loader := entry.loader()) is not None
+        )
 
     @property
     def at_rest(self) -> bool:
@@ -119,7 +136,7 @@ class Window:
         """A training forward or a backward begins: open a new micro-batch if the feed has moved on."""
         if self._by_hand:
             return
-        if self._follow(self._moved()) or not self._open:
+        if self._follow(self._moved()) or not self._open or (self._drained and self.stepped):
             self.begin()
 
     def open_by_hand(self) -> None:
@@ -153,13 +170,15 @@ class Window:
         live = [loader for loader in moved if loader.live]
         feed = self.feed
         if not live:
-            self._sources = [loader for loader in self._sources if loader.live]
+            if feed is not None and not feed.live and self._sources:
+                # a script that fetches ahead has batches in hand after the loader has ended: the next one is its last
+                self._sources, self._drained = [], True
             return False
         if not any(loader is feed for loader in live):
             if feed is not None and feed.live and not self.stepped:
                 return False
             self.feed = live[-1]
-        self._sources = live
+        self._sources, self._drained = live, False
         return True
 
     def begin(self) -> None:
@@ -167,15 +186,17 @@ class Window:
         if self.at_rest:
             self._micro, self._totals = 0, []
             self.number += 1
-            self.waiting = 0
+            self._earlier = False
         elif self.learned:
-            self.waiting += 1
+            self._earlier = True
         self._micro += 1
         self._ordinal, self._share = 0, None
         self._open = True
         self.learned = self.stepped = self._given_up = False
         self._factor = None
-        last = self.replaying = False
+        self._samples = float(self.feed.batch_samples) if self._sources or self._drained else 1.0
+        last, self._drained = self._drained, False
+        self.replaying = False
         for loader in self._sources:
             last = last or loader.at_last
             self.replaying = self.replaying or loader.is_replay
@@ -203,7 +224,7 @@ class Window:
         if not self.weighted:
             return loss
         if weight is None:
-            weight = float(self.feed.batch_samples) if self._sources else 1.0
+            weight = self._samples
         replay = self.replaying
         if replay:
             weight = 0.0
@@ -270,11 +291,9 @@ class Window:
 
     def frozen(self) -> tuple[Any, ...]:
         """What a recording of the micro-batch now open freezes: its place, its weight, the window's sum before it."""
-        feed = self.feed
-        weight = feed.batch_samples if feed is not None else 1
         return (
             self.boundary,
-            weight,
+            self._samples,
             tuple(self._totals) if self.boundary and self._micro > 1 else None,
             *self._references[:1],
         )
@@ -352,7 +371,7 @@ class Window:
         self._micro, self._totals = int(state["micro"]), list(state["totals"])
         self._references = list(state["references"])
         self.boundary = self._micro == 0
-        self.waiting = max(self._micro - 1, 0)
+        self._earlier = self._micro > 1
         self.learned = self._micro > 0
         self.stepped = self._given_up = False
         self._open = False

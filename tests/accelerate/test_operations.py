@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hotloop.accelerate.state import AcceleratorState, PartialState
+from hotloop.accelerate.utils import TensorInformation
 from hotloop.accelerate.utils import operations as mine
 from hotloop.errors import SettingError
 
@@ -31,7 +32,7 @@ def _plain(value: Any) -> Any:
         return (type(value).__name__, {key: _plain(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return (type(value).__name__, [_plain(item) for item in value])
-    if isinstance(value, mine.TensorInformation | theirs.TensorInformation):
+    if isinstance(value, TensorInformation | theirs.TensorInformation):
         return (value.shape, value.dtype)
     return value
 

@@ -11,9 +11,24 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hotloop.accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from hotloop.accelerate.configuring import choose_plugin, refuse_plugins
+from hotloop.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from hotloop.accelerate.filenames import PROFILE_PATTERN_NAME
+from hotloop.accelerate.kinds import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from hotloop.accelerate.memory import release_memory
+from hotloop.accelerate.models import compile_regions
 from hotloop.accelerate.optimizer import AcceleratedOptimizer
-from hotloop.accelerate.processes import ProcessMembers
 from hotloop.accelerate.saving import SavingMembers
 from hotloop.accelerate.scale import ScaleView
 from hotloop.accelerate.scheduler import AcceleratedScheduler
@@ -21,33 +36,11 @@ from hotloop.accelerate.state import AcceleratorState, GradientState
 from hotloop.accelerate.trackers import TrackingMembers
 from hotloop.accelerate.tracking import filter_trackers
 from hotloop.accelerate.unsupported import refuse
-from hotloop.accelerate.utils.constants import PROFILE_PATTERN_NAME
-from hotloop.accelerate.utils.dataclasses import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    DynamoBackend,
-    FP8BackendType,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    PrecisionType,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
-from hotloop.accelerate.utils.environment import parse_choice_from_env, parse_flag_from_env
-from hotloop.accelerate.utils.memory import release_memory
-from hotloop.accelerate.utils.other import compile_regions
 from hotloop.accelerate.weighting import SampleWeighting
+from hotloop.accelerate.windows import WindowMembers
 from hotloop.errors import SettingError
-from hotloop.loop.loop import Loop
 from hotloop.loop.modules import Binding, bind_module, binding_of
 from hotloop.loop.updates import updates_of
-from hotloop.parallel.plan import Plan
 
 __all__ = [
     "Accelerator",
@@ -57,7 +50,7 @@ __all__ = [
 ]
 
 
-class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
+class Accelerator(WindowMembers, TrackingMembers, SavingMembers):
     """Prepares objects for this machine and these processes, and does each part of a step.
 
     Arguments are those of accelerate's class of the same name; what hotloop does not carry out raises and says what
@@ -123,7 +116,7 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
         parallelism_config: Any = None,
         nonfinite: str = "ignore",
     ) -> None:
-        _refuse_plugins(
+        refuse_plugins(
             deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -160,7 +153,7 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
         self.trackers: list[Any] = []
         self._say_missing_trackers(log_with)
         self.gradient_state = GradientState(
-            _choose_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+            choose_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         )
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
@@ -177,118 +170,6 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
         self._make_hooks()
-
-    def _take_handlers(self, handlers: list[KwargsHandler]) -> None:
-        self.ddp_handler: DistributedDataParallelKwargs | None = None
-        self.scaler_handler: GradScalerKwargs | None = None
-        self.init_handler: InitProcessGroupKwargs | None = None
-        self.autocast_handler: AutocastKwargs | None = None
-        self.profile_handler: ProfileKwargs | None = None
-        names = {
-            DistributedDataParallelKwargs: "ddp_handler",
-            GradScalerKwargs: "scaler_handler",
-            InitProcessGroupKwargs: "init_handler",
-            AutocastKwargs: "autocast_handler",
-            ProfileKwargs: "profile_handler",
-        }
-        for handler in handlers:
-            name = next((name for kind, name in names.items() if isinstance(handler, kind)), None)
-            if name is None:
-                raise SettingError(f"Unsupported kwargs handler passed: {handler!r}")
-            if getattr(self, name) is not None:
-                raise SettingError(f"You can only pass one {type(handler)} in `kwargs_handlers`.")
-            setattr(self, name, handler)
-
-    def _make_loop(self) -> Loop:
-        loop = Loop(
-            precision={"no": "fp32"}.get(self.state.mixed_precision, self.state.mixed_precision),
-            accumulation=1,
-            nonfinite=self._nonfinite,
-            device=self.state.device,
-            parallel=self._plan(),
-            record=False,
-        )
-        # scripts decide by themselves which micro-batch is an update and what a loss weighs
-        loop._window.plain = True
-        loop._plain = not loop.precision.scaled
-        if self.scaler_handler is not None and loop.precision.scaled:
-            ScaleView(loop).configure(self.scaler_handler)
-        return loop
-
-    def _plan(self) -> Plan:
-        handler = self.ddp_handler
-        if handler is None:
-            return Plan()
-        return Plan(
-            find_unused_parameters=handler.find_unused_parameters,
-            static_graph=handler.static_graph,
-            bucket_mb=handler.bucket_cap_mb,
-            broadcast_buffers=handler.broadcast_buffers,
-        )
-
-    # ------------------------------------------------------------------------------------------- settings
-
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "bf16" or "fp16"."""
-        return self.state.mixed_precision
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is the global one."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; None: iterable datasets only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last round is completed so that all ranks get as many batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether loaders shuffle by seed and epoch."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """As configured; copies never make the host wait here."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders' positions are saved and loaded."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes an update."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = value
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """NO: fp8 is not part of the look-alike."""
-        return FP8BackendType.NO
 
     # ------------------------------------------------------------------------------------------- preparing
 
@@ -458,110 +339,6 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
             loss = self._weighting.weigh(loss, steps, self.gradient_state.training_dataloader)
         self.loop.backward(loss, **kwargs)
 
-    @contextlib.contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
-        """One micro-batch; every `gradient_accumulation_steps`-th, and the last of a loader, is an update."""
-        self._begin_micro_batch()
-        state = self.gradient_state
-        if state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            for model in models:
-                stack.enter_context(self.no_sync(model))
-            yield
-
-    def _begin_micro_batch(self) -> None:
-        state = self.gradient_state
-        loader = state.training_dataloader
-        if state.sync_with_dataloader and loader is not None and loader.end_of_dataloader:
-            self.step = 0
-            state._set_sync_gradients(True)
-        else:
-            self.step += 1
-            state._set_sync_gradients(self.step % state.num_steps == 0)
-
-    _do_sync = _begin_micro_batch
-
-    @contextlib.contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
-        """Gradients of forwards inside stay on their rank when they are backpropagated."""
-        replica = _replica_of(model)
-        if replica is None:
-            yield
-            return
-        with replica.no_sync():
-            yield
-
-    @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: Any) -> Iterator[None]:
-        """The next backward shares all gradients so far, though its forward was made under `no_sync`."""
-        replica = _replica_of(model)
-        if replica is None:
-            yield
-            return
-        before = replica.require_backward_grad_sync, replica.require_forward_param_sync
-        replica.require_backward_grad_sync = replica.require_forward_param_sync = True
-        replica.reducer.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            replica.require_backward_grad_sync, replica.require_forward_param_sync = before
-
-    @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Ranks may leave a loop inside at different batches: those that are done answer for the others' backwards.
-
-        Args:
-            joinables: prepared models, or anything that torch's `Join` takes.
-            even_batches: within the block, loaders of map-style datasets complete their last round or not.
-        """
-        import warnings
-
-        if not self.multi_device:
-            if self.distributed_type != DistributedType.NO:
-                warnings.warn(
-                    "Joining uneven inputs is only supported for multi-GPU training (or several CPU processes), so "
-                    "`join_uneven_inputs` has no effect here.",
-                    stacklevel=3,
-                )
-            yield
-            return
-        from torch.distributed.algorithms.join import Join
-
-        changed: list[tuple[Any, bool]] = []
-        if even_batches is None:
-            even_batches = self.even_batches
-        else:
-            changed = self._override_even_batches(even_batches)
-        members = [_replica_of(thing) or thing for thing in joinables]
-        try:
-            with Join(members, enable=not even_batches, throw_on_early_termination=False):
-                yield
-        finally:
-            for sampler, before in changed:
-                sampler.even_batches = before
-
-    def _override_even_batches(self, even_batches: bool) -> list[tuple[Any, bool]]:
-        import warnings
-
-        changed = []
-        iterable = False
-        for loader in self._dataloaders:
-            sampler = loader.sampler if hasattr(loader.sampler, "even_batches") else loader.batch_sampler
-            if isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "even_batches"):
-                iterable = True
-                continue
-            changed.append((sampler, sampler.even_batches))
-            sampler.even_batches = even_batches
-        if iterable:
-            warnings.warn(
-                "Overriding even_batches is only supported for map-style datasets, yet some dataloaders are iterable",
-                stacklevel=4,
-            )
-        return changed
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make `p.grad` true under fp16, for one optimizer, several, or all that are prepared."""
         if not self.loop.precision.scaled or not self.sync_gradients:
@@ -688,29 +465,3 @@ class Accelerator(ProcessMembers, TrackingMembers, SavingMembers):
         self.loop = self._make_loop()
         self.scaler = ScaleView(self.loop) if self.loop.precision.scaled else None
         self._weighting = SampleWeighting(self.loop.processes, self.device)
-
-
-def _replica_of(model: Any) -> Any:
-    """The DistributedDataParallel of a prepared model, or `model` if it is one itself; None without."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return model
-    binding = binding_of(model) if isinstance(model, torch.nn.Module) else None
-    return None if binding is None else binding.replica
-
-
-def _refuse_plugins(**plugins: Any) -> None:
-    for name, plugin in plugins.items():
-        if plugin is not None:
-            refuse(f"Accelerator({name}=...)", "models are replicated; remove the argument")
-    for variable in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if parse_flag_from_env(f"ACCELERATE_USE_{variable}"):
-            refuse(f"ACCELERATE_USE_{variable}", "models are replicated; unset the variable")
-
-
-def _choose_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    if plugin is not None:
-        if steps != 1:
-            raise SettingError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
-        return plugin
-    text = parse_choice_from_env("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps))
-    return GradientAccumulationPlugin(num_steps=int(text))

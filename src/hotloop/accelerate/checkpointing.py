@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotloop.accelerate.state import PartialState
-from hotloop.accelerate.utils.constants import (
+from hotloop.accelerate.filenames import (
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -31,8 +30,9 @@ from hotloop.accelerate.utils.constants import (
     SCALER_NAME,
     SCHEDULER_NAME,
 )
-from hotloop.accelerate.utils.modeling import load_into, load_state_dict
-from hotloop.accelerate.utils.other import load, save, write_whole
+from hotloop.accelerate.files import load, save, write_whole
+from hotloop.accelerate.state import PartialState
+from hotloop.accelerate.weights import load_into, load_state_dict
 from hotloop.errors import CheckpointError
 from hotloop.seeds import rng_state, set_rng_state
 

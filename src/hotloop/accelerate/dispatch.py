@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hotloop.accelerate.utils.operations import concatenate, find_batch_size
+from hotloop.accelerate.operations import concatenate, find_batch_size
 from hotloop.hardware import Processes
 
 __all__ = ["RoundReader", "send_rounds"]

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from hotloop.accelerate.environment import get_free_port, patch_environment
+from hotloop.accelerate.kinds import PrecisionType
 from hotloop.accelerate.state import AcceleratorState, PartialState
-from hotloop.accelerate.utils.dataclasses import PrecisionType
-from hotloop.accelerate.utils.environment import patch_environment
-from hotloop.accelerate.utils.other import get_free_port
 from hotloop.errors import LaunchError, SettingError
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hotloop.accelerate.utils.dataclasses import DistributedType
+from hotloop.accelerate.kinds import DistributedType
 
 __all__ = ["LocalSGD"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hotloop.accelerate.utils.memory import find_executable_batch_size
+from hotloop.accelerate.memory import find_executable_batch_size
 
 __all__ = ["find_executable_batch_size"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from hotloop.accelerate import operations
+from hotloop.accelerate.kinds import DistributedType
+from hotloop.accelerate.models import extract_model_from_parallel
 from hotloop.accelerate.state import AcceleratorState, GradientState, PartialState
-from hotloop.accelerate.utils import operations
-from hotloop.accelerate.utils.dataclasses import DistributedType
-from hotloop.accelerate.utils.other import extract_model_from_parallel
 from hotloop.nested import map_tensors
 from hotloop.parallel import collectives
 from hotloop.parallel.collectives import StructureError, require_tensors

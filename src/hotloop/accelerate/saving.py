@@ -23,21 +23,17 @@ from hotloop.accelerate.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
-from hotloop.accelerate.logging import get_logger
-from hotloop.accelerate.state import AcceleratorState, PartialState
-from hotloop.accelerate.utils.constants import (
+from hotloop.accelerate.filenames import (
     SAFE_WEIGHTS_INDEX_NAME,
     WEIGHTS_INDEX_NAME,
 )
-from hotloop.accelerate.utils.dataclasses import ProjectConfiguration
-from hotloop.accelerate.utils.modeling import split_into_shards
-from hotloop.accelerate.utils.other import (
-    clean_state_dict_for_safetensors,
-    extract_model_from_parallel,
-    get_pretty_name,
-    save,
-    write_whole,
-)
+from hotloop.accelerate.files import clean_state_dict_for_safetensors, save, write_whole
+from hotloop.accelerate.kinds import ProjectConfiguration
+from hotloop.accelerate.logging import get_logger
+from hotloop.accelerate.models import extract_model_from_parallel
+from hotloop.accelerate.names import get_pretty_name
+from hotloop.accelerate.state import AcceleratorState, PartialState
+from hotloop.accelerate.weights import split_into_shards
 from hotloop.errors import CheckpointError, PrepareError, SettingError
 
 __all__ = ["SavingMembers"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from hotloop.accelerate.kinds import GradScalerKwargs
 from hotloop.accelerate.unsupported import refuse
-from hotloop.accelerate.utils.dataclasses import GradScalerKwargs
 from hotloop.loop.loop import Loop
 from hotloop.state import LossScale
 

@@ -19,6 +19,7 @@ __all__ = [
     "SkipBatchSampler",
     "find_sampler",
     "is_sharded",
+    "sample_count",
 ]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from hotloop.accelerate.kinds import ProjectConfiguration
 from hotloop.accelerate.state import AcceleratorState, PartialState
 from hotloop.accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from hotloop.accelerate.utils.dataclasses import ProjectConfiguration
 from hotloop.errors import SettingError
 from hotloop.loop.loop import Loop
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hotloop.accelerate.installed import _is_package_available, is_tensorboard_available
+from hotloop.accelerate.kinds import LoggerType
+from hotloop.accelerate.operations import listify
 from hotloop.accelerate.state import PartialState
 from hotloop.accelerate.unsupported import refuse
-from hotloop.accelerate.utils.dataclasses import LoggerType
-from hotloop.accelerate.utils.imports import _is_package_available, is_tensorboard_available
-from hotloop.accelerate.utils.operations import listify
 from hotloop.errors import SettingError
 
 __all__ = [

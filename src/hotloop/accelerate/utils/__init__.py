@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from hotloop.accelerate.environment import *  # noqa: F403
+from hotloop.accelerate.environment import __all__ as _environment
+from hotloop.accelerate.filenames import *  # noqa: F403
+from hotloop.accelerate.filenames import __all__ as _constants
+from hotloop.accelerate.installed import *  # noqa: F403
+from hotloop.accelerate.installed import __all__ as _imports
+from hotloop.accelerate.kinds import *  # noqa: F403
+from hotloop.accelerate.kinds import __all__ as _dataclasses
+from hotloop.accelerate.memory import find_executable_batch_size, release_memory
+from hotloop.accelerate.operations import *  # noqa: F403
+from hotloop.accelerate.operations import __all__ as _operations
 from hotloop.accelerate.parallelism_config import ParallelismConfig
+from hotloop.accelerate.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
 from hotloop.accelerate.unsupported import unsupported_class, unsupported_function
-from hotloop.accelerate.utils.constants import *  # noqa: F403
-from hotloop.accelerate.utils.constants import __all__ as _constants
-from hotloop.accelerate.utils.dataclasses import *  # noqa: F403
-from hotloop.accelerate.utils.dataclasses import __all__ as _dataclasses
-from hotloop.accelerate.utils.environment import *  # noqa: F403
-from hotloop.accelerate.utils.environment import __all__ as _environment
-from hotloop.accelerate.utils.imports import *  # noqa: F403
-from hotloop.accelerate.utils.imports import __all__ as _imports
-from hotloop.accelerate.utils.memory import find_executable_batch_size, release_memory
-from hotloop.accelerate.utils.modeling import *  # noqa: F403
-from hotloop.accelerate.utils.modeling import __all__ as _modeling
-from hotloop.accelerate.utils.operations import *  # noqa: F403
-from hotloop.accelerate.utils.operations import __all__ as _operations
 from hotloop.accelerate.utils.other import *  # noqa: F403
 from hotloop.accelerate.utils.other import __all__ as _other
-from hotloop.accelerate.utils.random import set_seed, synchronize_rng_state, synchronize_rng_states
 from hotloop.accelerate.utils.tqdm import tqdm
-from hotloop.accelerate.utils.versions import compare_versions, is_torch_version
+from hotloop.accelerate.versions import compare_versions, is_torch_version
+from hotloop.accelerate.weights import *  # noqa: F403
+from hotloop.accelerate.weights import __all__ as _modeling
 
 # names of parts that are not built: importing one works, using it says so
 _NOT_BUILT = {
@@ -84,5 +84,5 @@ __all__ = [
     *_imports,
     *_modeling,
     *_operations,
-    *_other,
+    *(name for name in _other if name not in _environment),
 ]

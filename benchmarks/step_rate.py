@@ -125,7 +125,7 @@ def main() -> None:
                 variants[kind]()
             torch.cuda.synchronize()
             figures.append(Figure(f"{name}: {kind}, warm-up of 20 steps", time.perf_counter() - start, "s"))
-        steps = (20 if args.quick else 50) if name == "gpt" else (100 if args.quick else 500)
+        steps = (20 if args.quick else 40) if name == "gpt" else (100 if args.quick else 300)
         times = interleave(
             variants, repeats=3 if args.quick else 9, steps=steps, finish=torch.cuda.synchronize
         )

@@ -81,7 +81,9 @@ def _record(value: Any) -> Any:
         return False
     if isinstance(value, str) and value.lower() in {"1", "true", "on", "yes", ""}:
         return True
-    return value
+    if isinstance(value, bool | str | os.PathLike):
+        return value
+    raise SettingError(f"record={value!r} is neither True, nor False, nor a folder")
 
 
 _PRECISIONS = {name: name for name in ("fp32", "tf32", "bf16", "fp16")} | {

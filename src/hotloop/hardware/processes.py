@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from hotloop.errors import ProcessError
 
-__all__ = ["Processes", "find_processes"]
+__all__ = ["Processes", "find_local_rank", "find_processes"]
 
 _KNOWN: dict[tuple[int, int, int], Processes] = {}
 
@@ -95,7 +96,7 @@ def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Pr
     Starts torch.distributed if there are several and it is not running: NCCL for "cuda", gloo otherwise.
 
     Raises:
-        ProcessError: the environment names a rank without a world, or one outside it.
+        ProcessError: the environment names a rank without a world, one outside it, or no number at all.
     """
     import torch.distributed as dist
 
@@ -117,6 +118,37 @@ def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Pr
     return _from_group()
 
 
+def find_local_rank() -> int:
+    """Number of this process among those of its node, before torch.distributed is up: it chooses the device.
+
+    Raises:
+        ProcessError: a variable that should hold a number holds something else.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return _number("LOCAL_RANK", 0)
+    return _number("SLURM_LOCALID", 0) if _under_srun() else 0
+
+
+def _number(name: str, default: int) -> int:
+    """The environment variable `name` as a whole number, `default` if it is not set."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ProcessError(
+            f"the environment variable {name} is {text!r}, which is no whole number; start the script with "
+            "`hotloop launch`, torchrun or srun, or unset it to run one process"
+        ) from None
+
+
+def _under_srun() -> bool:
+    env = os.environ
+    several = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env
+    return "RANK" not in env and "WORLD_SIZE" not in env and several and _number("SLURM_NTASKS", 1) > 1
+
+
 def _from_group() -> Processes:
     """The processes of torch.distributed's default group: one object for one group, with its side groups."""
     import torch.distributed as dist
@@ -128,8 +160,8 @@ def _from_group() -> Processes:
         _KNOWN[key] = Processes(
             rank,
             world,
-            int(os.environ.get("LOCAL_RANK", rank)),
-            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            _number("LOCAL_RANK", rank),
+            _number("LOCAL_WORLD_SIZE", world),
             dist.get_backend() if world > 1 else None,
         )
     return _KNOWN[key]
@@ -139,26 +171,38 @@ def _from_environment() -> Processes:
     """Rank and world as torchrun's variables give them, else as Slurm's do."""
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "RANK" not in env or "WORLD_SIZE" not in env:
             missing = "RANK" if "RANK" not in env else "WORLD_SIZE"
             raise ProcessError(
                 f"the environment has one of RANK and WORLD_SIZE but not {missing}; start the script with "
                 "`hotloop launch` or torchrun, or unset both to run one process"
             )
-        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-        local_rank, local_world = int(env.get(names[2], rank)), int(env.get(names[3], world))
-    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
-        local_rank = int(env.get("SLURM_LOCALID", "0"))
-        local_world = int(env.get("SLURM_NTASKS_PER_NODE", "1").split("(")[0])
+        rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
+    elif _under_srun():
+        rank, world = _number("SLURM_PROCID", 0), _number("SLURM_NTASKS", 1)
+        local_rank, local_world = _number("SLURM_LOCALID", 0), _slurm_tasks_here(world)
         env.setdefault("MASTER_ADDR", _first_slurm_host(env.get("SLURM_STEP_NODELIST", "localhost")))
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+        env.setdefault("MASTER_PORT", str(20000 + _number("SLURM_JOB_ID", 0) % 20000))
     else:
         return Processes()
     if not 0 <= rank < world:
-        raise ProcessError(f"rank {rank} is not in 0..{world - 1}: RANK and WORLD_SIZE contradict each other")
+        names = "RANK and WORLD_SIZE" if "RANK" in env else "SLURM_PROCID and SLURM_NTASKS"
+        raise ProcessError(f"rank {rank} is not in 0..{world - 1}: {names} contradict each other")
     return Processes(rank, world, local_rank, local_world)
+
+
+def _slurm_tasks_here(world: int) -> int:
+    """How many tasks of the step this node has: SLURM_STEP_TASKS_PER_NODE is a list such as `4(x2),3`."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", str(world))
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ProcessError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is no list of task counts")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number("SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else counts[0]
 
 
 def _first_slurm_host(nodes: str) -> str:

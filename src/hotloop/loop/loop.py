@@ -14,7 +14,7 @@ import torch
 from hotloop.capture import CapturedStep
 from hotloop.errors import CheckpointError, NonFiniteError, PrepareError, SettingError
 from hotloop.hardware.devices import find_device
-from hotloop.hardware.processes import find_processes
+from hotloop.hardware.processes import find_local_rank, find_processes
 from hotloop.loop.capturing import LoopHost
 from hotloop.loop.every import Every
 from hotloop.loop.faults import Faults
@@ -101,8 +101,10 @@ class Loop:
             "record": record,
             "device": device,
         }
+        if parallel is not None and not isinstance(parallel, Plan):
+            raise SettingError(f"parallel={parallel!r} is no hotloop.Plan; leave it out for data parallelism")
         self.settings = find_settings(given, settings)
-        self.device = find_device(self.settings["device"], local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = find_device(self.settings["device"], local_rank=find_local_rank())
         self.processes = find_processes(self.device.type)
         self.precision = find_precision(self.settings["precision"], self.device)
         if self.precision.name == "tf32":

@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_used_is_an_error(tmp_path):
 def test_variables_for_tests_and_tools_are_no_settings(monkeypatch):
     for name in ("HOTLOOP_SHARED", "HOTLOOP_RUNS", "HOTLOOP_PROGRESS"):
         monkeypatch.setenv(name, "x")
-    find_settings({})
+    assert set(find_settings({}).sources.values()) == {"default"}
 
 
 def test_loop_takes_them_and_explains_where_each_came_from(monkeypatch, file):

@@ -16,13 +16,13 @@ from hotloop.errors import CheckpointError, NonFiniteError, PrepareError, Settin
 from hotloop.hardware.devices import find_device
 from hotloop.hardware.processes import find_local_rank, find_processes
 from hotloop.loop.capturing import LoopHost
+from hotloop.loop.course import Course
 from hotloop.loop.every import Every
 from hotloop.loop.faults import Faults
 from hotloop.loop.modules import binding_of
 from hotloop.loop.preparing import Preparer
-from hotloop.loop.saving import Position, Saver
+from hotloop.loop.saving import Saver
 from hotloop.loop.session import Session
-from hotloop.loop.signals import StopSignals
 from hotloop.loop.updates import updates_of
 from hotloop.loop.window import Weight, Window
 from hotloop.metrics import Sink
@@ -120,29 +120,30 @@ class Loop:
             self.device,
             resident=self._resident is not None,
         )
-        several = self.processes.world > 1
-        if self._resident is not None and several and self._resident.watching:
+        if self._resident is not None and self.processes.world > 1 and self._resident.watching:
             self._window.probe = self._resident.share_losses()
-        # what other ranks wish comes to the host by way of the device
-        self._asks_device = self._resident is not None and several
         self._plain = self._window.plain and not self.precision.scaled
         self._watching = self._state.watching
-        self._epoch = -1
-        self._first_epoch = 0
-        self._at_start: tuple[int, list[tuple[int, int]]] | None = None
-        self._active = False
         self._session = Session(
             device=self.device,
             processes=self.processes,
             settings=self.settings,
             config=config,
             trackers=trackers,
-            clock=lambda: (self.updates, max(self._epoch, 0)),
-            samples=self._samples_seen,
+            clock=lambda: (self.updates, max(self._course.epoch, 0)),
+            samples=lambda: self._course.samples_seen(),
         )
         self._say = self._session.notes.say
         self._write_row = self._session.log.write
         self._faults = Faults(self._state, self._window, self.processes.rank, self._session)
+        self._course = Course(
+            window=self._window,
+            state=self._state,
+            processes=self.processes,
+            session=self._session,
+            faults=self._faults,
+            updates=lambda: self.updates,
+        )
         self._preparer = Preparer(
             device=self.device,
             processes=self.processes,
@@ -153,14 +154,12 @@ class Loop:
             seed=self.settings["seed"],
             say=self._say,
             after_update=self._faults.after,
-            before_batch=self._between_batches,
+            before_batch=self._course.between_batches,
         )
         self._faults.preparer = lambda: self._preparer
-        self._loaders = self._preparer.registry.loaders
         self._updates = self._preparer.updates
         self._host = LoopHost(self.device, self._preparer, self._window, self._state, self._session)
         self._scalars: dict[str, torch.Tensor] = {}
-        self._signals = StopSignals(lambda: self._active or any(x.live for x in self._loaders))
         self._saver = Saver(
             self._preparer.registry,
             window=self._window,
@@ -168,9 +167,10 @@ class Loop:
             processes=self.processes,
             device=self.device,
             session=self._session,
-            position=self._position,
+            position=self._course.position,
             settle=self._faults.settle,
         )
+        self._course.preparer, self._course.saver = self._preparer, self._saver
         if self.device.type in ("xpu", "mps"):
             self._say(f"running on {self.device}: found through torch.accelerator, not tested by hotloop")
 
@@ -382,24 +382,7 @@ class Loop:
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of the epochs still to do, up to n: after `resume`, from where it stopped."""
-        if self._first_epoch >= n > 0:
-            self._say(f"epochs({n}): {self._first_epoch} epochs are done already, none is left to do")
-        self._active = True
-        self._signals.install()
-        self._show_totals(n)
-        try:
-            for epoch in range(self._first_epoch, n):
-                self._epoch, self._first_epoch = epoch, epoch
-                self._at_start = self._progress_marks()
-                yield epoch
-                self._first_epoch, self._at_start = epoch + 1, None
-                self._show_totals(n)
-                self._honour_signal()
-            self._faults.settle()
-        finally:
-            self._active = False
-            self._signals.remove()
-            self._session.progress.end()
+        return self._course.epochs(n)
 
     def steps(self, n: int) -> Iterator[int]:
         """The numbers of the updates still to do, up to n: after `resume`, from where it stopped.
@@ -407,72 +390,7 @@ class Loop:
         A pass inside an accumulation window repeats the number; a pass that backpropagates nothing counts as a
         step.
         """
-        self._active = True
-        self._signals.install()
-        self._session.progress.set_totals(n, None)
-        idle = 0
-        try:
-            while self.updates + idle < n:
-                before = (self.updates, self._pending())
-                yield self.updates + idle
-                idle += before == (self.updates, self._pending())
-                self._honour_signal()
-            self._faults.settle()
-        finally:
-            self._active = False
-            self._signals.remove()
-            self._session.progress.end()
-
-    def _pending(self) -> int:
-        return sum(u.pending for u in self._updates)
-
-    def _show_totals(self, epochs: int) -> None:
-        done = self._first_epoch
-        per_epoch: float | None = None
-        if done and self.updates:
-            per_epoch = self.updates / done
-        elif self._loaders:
-            try:
-                per_epoch = -(-len(self._loaders[0]) // self._window.every)
-            except TypeError:
-                per_epoch = None
-        self._session.progress.set_totals(None if per_epoch is None else round(per_epoch * epochs), epochs)
-
-    def _samples_seen(self) -> int:
-        loader = self._preparer.training_loader()
-        return 0 if loader is None else loader.handed_out * loader.batch_samples
-
-    def _between_batches(self, loader: Any) -> None:
-        window = self._window
-        if window.latest is not loader:
-            window.come_forward(loader)
-        if not torch.is_grad_enabled():
-            return
-        if not self._signals.installed and not self._session.ended:
-            self._signals.install()
-        if self._signals.pending is not None or window.agreed[0] or self._asks_device:
-            self._honour_signal()
-
-    def _honour_signal(self) -> None:
-        pending = self._signals.pending is not None
-        if self.processes.world > 1:
-            # every rank must leave after the same update: the wish travels with the next sum
-            self._window.flags[0] = pending
-            resident = self._resident
-            if not (self._window.agreed[0] if resident is None else resident.seen().stop):
-                return
-        elif not pending:
-            return
-        if not self._window.boundary:
-            return
-        self._saver.save(None, None, None, wait=True)
-        self._session.progress.end()
-        if self.processes.is_main:
-            self.print(f"hotloop: saved update {self.updates} to {self._saver.folder()}; resume from there")
-        numbers = [n for n in self.processes.gather_object(self._signals.pending) if n is not None]
-        self._window.agreed[0] = False
-        self._session.end("interrupted", reason="signal")
-        self._signals.leave(numbers[0] if numbers else None)
+        return self._course.steps(n)
 
     # ------------------------------------------------------------------------------------------------ values out
 
@@ -578,10 +496,7 @@ class Loop:
         position = self._saver.resume(path)
         if position is None:
             return False
-        self._epoch = position.epoch
-        self._first_epoch = max(position.epoch + (not position.in_epoch), 0)
-        self._preparer.expected_feed = position.feed
-        self._faults.restart(position.updates)
+        self._course.go_on(position)
         self._say(f"resumed update {position.updates} from {self._saver.folder()}")
         return True
 
@@ -593,21 +508,6 @@ class Loop:
         """
         if not self.resume(path):
             raise CheckpointError(f"{path}: there is no checkpoint here")
-
-    def _position(self) -> Position:
-        loader = self._preparer.training_loader()
-        in_epoch = loader is not None and loader.live
-        if not in_epoch and self._at_start is not None:
-            # nothing of this epoch is done yet: a save at its top must not count it as over
-            updates, marks = self._at_start
-            at = self._loaders.index(loader) if loader is not None else -1
-            unmoved = 0 <= at < len(marks) and marks[at] == self._progress_marks()[1][at]
-            in_epoch = updates == self.updates and (loader is None or unmoved)
-        feed = -1 if loader is None else self._loaders.index(loader)
-        return Position(self._epoch, self.updates, in_epoch, feed)
-
-    def _progress_marks(self) -> tuple[int, list[tuple[int, int]]]:
-        return self.updates, [(x.epoch, x.handed_out) for x in self._loaders]
 
     @property
     def record_folder(self) -> Path | None:
@@ -636,7 +536,7 @@ class Loop:
         self._finish("finished", None)
 
     def _finish(self, status: str, error: BaseException | None) -> None:
-        self._signals.remove()
+        self._course.end()
         try:
             if error is None:
                 self._faults.settle()

@@ -47,7 +47,7 @@ class Session:
         self.notes = Notes(speak=processes.is_main)
         self.means = Means(device, processes)
         self.ended = False
-        cell = current_cell()
+        cell = self.cell = current_cell()
         again = self._same_cell(cell)
         self.record = self._open_record(again, device, processes, settings, config)
         self.folder: Path | None = self.record.folder if self.record is not None else None

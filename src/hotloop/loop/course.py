@@ -1,0 +1,199 @@
+"""How far a run is: the epochs and steps still to do, the position for a checkpoint, and signals that end it early."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hotloop.hardware.processes import Processes
+from hotloop.loop.faults import Faults
+from hotloop.loop.preparing import Preparer
+from hotloop.loop.saving import Position, Saver
+from hotloop.loop.session import Session
+from hotloop.loop.signals import StopSignals
+from hotloop.loop.window import Window
+from hotloop.state import HostState, ResidentState
+
+__all__ = ["Course"]
+
+
+class Course:
+    """The epochs and steps of one Loop.
+
+    Args:
+        updates: gives the updates made or refused so far.
+
+    Attributes:
+        epoch: the epoch begun last, from 0; -1 before the first.
+        preparer, saver: set once they exist.
+    """
+
+    preparer: Preparer
+    saver: Saver
+
+    def __init__(
+        self,
+        *,
+        window: Window,
+        state: HostState | ResidentState,
+        processes: Processes,
+        session: Session,
+        faults: Faults,
+        updates: Callable[[], int],
+    ) -> None:
+        self.epoch = -1
+        self._first_epoch = 0
+        self._at_start: tuple[int, list[tuple[int, int]]] | None = None
+        self._active = False
+        self._window = window
+        self._resident = state if isinstance(state, ResidentState) else None
+        self._processes = processes
+        self._session = session
+        self._faults = faults
+        self._updates = updates
+        # what other ranks wish comes to the host by way of the device
+        self._asks_device = self._resident is not None and processes.world > 1
+        self._signals = StopSignals(lambda: self._active or any(x.live for x in self._loaders))
+
+    @property
+    def _loaders(self) -> list[Any]:
+        return self.preparer.registry.loaders
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """See `Loop.epochs`."""
+        if self._first_epoch >= n > 0:
+            self._session.notes.say(
+                f"epochs({n}): {self._first_epoch} epochs are done already, none is left to do"
+            )
+        with self._under_way():
+            self._show_totals(n)
+            for epoch in range(self._first_epoch, n):
+                self.epoch, self._first_epoch = epoch, epoch
+                self._at_start = self._marks()
+                yield epoch
+                self._first_epoch, self._at_start = epoch + 1, None
+                self._show_totals(n)
+                self._honour_signal()
+            self._faults.settle()
+
+    def steps(self, n: int) -> Iterator[int]:
+        """See `Loop.steps`."""
+        with self._under_way():
+            self._session.progress.set_totals(n, None)
+            idle = 0
+            while self._updates() + idle < n:
+                before = (self._updates(), self._pending())
+                yield self._updates() + idle
+                idle += before == (self._updates(), self._pending())
+                self._honour_signal()
+            self._faults.settle()
+
+    def _under_way(self) -> _UnderWay:
+        return _UnderWay(self)
+
+    def _pending(self) -> int:
+        return sum(u.pending for u in self.preparer.updates)
+
+    def _show_totals(self, epochs: int) -> None:
+        done, updates = self._first_epoch, self._updates()
+        per_epoch: float | None = None
+        if done and updates:
+            per_epoch = updates / done
+        elif self._loaders:
+            try:
+                per_epoch = -(-len(self._loaders[0]) // self._window.every)
+            except TypeError:
+                per_epoch = None
+        self._session.progress.set_totals(None if per_epoch is None else round(per_epoch * epochs), epochs)
+
+    def between_batches(self, loader: Any) -> None:
+        """`loader` is asked for its next batch: all that belongs to the batches before is done."""
+        window = self._window
+        if window.latest is not loader:
+            window.come_forward(loader)
+        if not torch.is_grad_enabled():
+            return
+        if not self._signals.installed and not self._session.ended:
+            self._signals.install()
+        if self._signals.pending is not None or window.agreed[0] or self._asks_device:
+            self._honour_signal()
+
+    def _honour_signal(self) -> None:
+        pending = self._signals.pending is not None
+        if self._processes.world > 1:
+            # every rank must leave after the same update: the wish travels with the next sum
+            self._window.flags[0] = pending
+            resident = self._resident
+            if not (self._window.agreed[0] if resident is None else resident.seen().stop):
+                return
+        elif not pending:
+            return
+        if not self._window.boundary:
+            return
+        self.saver.save(None, None, None, wait=True)
+        session = self._session
+        session.progress.end()
+        if self._processes.is_main:
+            session.progress.print(
+                f"hotloop: saved update {self._updates()} to {self.saver.folder()}; resume from there"
+            )
+        numbers = [n for n in self._processes.gather_object(self._signals.pending) if n is not None]
+        self._window.agreed[0] = False
+        number = numbers[0] if numbers else None
+        if session.cell is not None and number == signal.SIGINT:
+            # an interrupted notebook lives on, and its next cell may train further
+            session.log.flush()
+        else:
+            session.end("interrupted", reason="signal")
+        self._signals.leave(number)
+
+    def position(self) -> Position:
+        """Where training is."""
+        loader = self.preparer.training_loader()
+        in_epoch = loader is not None and loader.live
+        if not in_epoch and self._at_start is not None:
+            # nothing of this epoch is done yet: a save at its top must not count it as over
+            updates, marks = self._at_start
+            at = self._loaders.index(loader) if loader is not None else -1
+            unmoved = 0 <= at < len(marks) and marks[at] == self._marks()[1][at]
+            in_epoch = updates == self._updates() and (loader is None or unmoved)
+        feed = -1 if loader is None else self._loaders.index(loader)
+        return Position(self.epoch, self._updates(), in_epoch, feed)
+
+    def _marks(self) -> tuple[int, list[tuple[int, int]]]:
+        return self._updates(), [(x.epoch, x.handed_out) for x in self._loaders]
+
+    def go_on(self, position: Position) -> None:
+        """The run continues from a checkpoint made at `position`."""
+        self.epoch = position.epoch
+        self._first_epoch = max(position.epoch + (not position.in_epoch), 0)
+        self.preparer.expected_feed = position.feed
+        self._faults.restart(position.updates)
+
+    def samples_seen(self) -> int:
+        """Samples trained on so far, as far as can be told without asking a device."""
+        loader = self.preparer.training_loader()
+        return 0 if loader is None else loader.handed_out * loader.batch_samples
+
+    def end(self) -> None:
+        """Catch no signals any more."""
+        self._signals.remove()
+
+
+class _UnderWay:
+    """While a run is under way signals are caught, and the progress line is drawn."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+
+    def __enter__(self) -> None:
+        self._course._active = True
+        self._course._signals.install()
+
+    def __exit__(self, *_: object) -> None:
+        self._course._active = False
+        self._course._signals.remove()
+        self._course._session.progress.end()

@@ -286,3 +286,21 @@ def _umask() -> int:
     value = os.umask(0)
     os.umask(value)
     return value
+
+
+def test_a_window_that_was_half_full_is_completed(tmp_path: Path) -> None:
+    def train(run: _Run, loader: Any, losses: list[float], save_at: int | None = None) -> None:
+        for i, (x, y) in enumerate(loader):
+            with run.accelerator.accumulate(run.model):
+                losses.append(run.step(x, y))
+            if i == save_at:
+                run.accelerator.save_state(tmp_path / "state")
+
+    run, losses = _Run(gradient_accumulation_steps=3), []
+    train(run, run.loader, losses, save_at=3)
+    train(run, run.loader, losses)
+    again, resumed = _Run(gradient_accumulation_steps=3), []
+    again.accelerator.load_state(tmp_path / "state")
+    train(again, again.accelerator.skip_first_batches(again.loader, 4), resumed)
+    train(again, again.loader, resumed)
+    assert resumed == losses[4:]

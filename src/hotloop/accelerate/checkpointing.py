@@ -210,8 +210,12 @@ def save_accelerator_state(
     scaler: Any = None,
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
+    gradients: Sequence[dict[str, torch.Tensor]] = (),
 ) -> Path:
-    """Write the files of one checkpoint into a folder that exists; every rank writes its own random states."""
+    """Write the files of one checkpoint into a folder that exists; every rank writes its own random states.
+
+    `gradients` are those of each model by parameter name, where they wait for the rest of a window.
+    """
     folder = Path(output_dir)
     stem, ending = (SAFE_MODEL_NAME, ".safetensors") if safe_serialization else (MODEL_NAME, ".bin")
     for i, weights in enumerate(model_states):
@@ -229,6 +233,7 @@ def save_accelerator_state(
     mine = {
         "step": step,
         "hotloop": rng_state(PartialState().device),
+        "gradients": list(gradients),
         "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in dataloaders],
     }
     with write_whole(folder / f"{RNG_STATE_NAME}_{process_index}.pkl") as name:
@@ -288,7 +293,7 @@ def load_accelerator_state(
                 thing.load_state_dict(load(file, map_location=where, **options))
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME, **options))
-    return _load_rank(folder, dataloaders, process_index)
+    return _load_rank(folder, models, dataloaders, process_index)
 
 
 class _LocationError(CheckpointError, TypeError):
@@ -305,14 +310,20 @@ def _fitting(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file}: does not fit: {error}") from error
 
 
-def _load_rank(folder: Path, dataloaders: Sequence[Any], process_index: int) -> dict[str, Any]:
-    """This rank's random states and loader positions; without its file (more ranks now) they stay as they are."""
+def _load_rank(
+    folder: Path, models: Sequence[Any], dataloaders: Sequence[Any], process_index: int
+) -> dict[str, Any]:
+    """This rank's random states, positions and waiting gradients; without its file (more ranks now) none."""
     file = folder / f"{RNG_STATE_NAME}_{process_index}.pkl"
     if not file.exists():
         return {}
     states = load(file)
     if "hotloop" in states:
         set_rng_state(states["hotloop"], PartialState().device)
+        for model, gradients in zip(models, states.get("gradients", []), strict=False):
+            for name, parameter in model.named_parameters():
+                grad = gradients.get(name)
+                parameter.grad = None if grad is None else grad.to(parameter.device)
         saved = states.get("loaders", [])
         for loader, position in zip(dataloaders, saved, strict=False):
             if position is None:

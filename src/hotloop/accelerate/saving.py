@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from hotloop.accelerate.checkpointing import (
@@ -28,6 +29,7 @@ from hotloop.accelerate.filenames import (
     WEIGHTS_INDEX_NAME,
 )
 from hotloop.accelerate.files import clean_state_dict_for_safetensors, save, write_whole
+from hotloop.accelerate.gradient_state import GradientState
 from hotloop.accelerate.kinds import ProjectConfiguration
 from hotloop.accelerate.logging import get_logger
 from hotloop.accelerate.models import extract_model_from_parallel
@@ -51,6 +53,7 @@ class SavingMembers:
     """The part of `Accelerator` that writes and reads files."""
 
     state: AcceleratorState
+    gradient_state: GradientState
     project_configuration: ProjectConfiguration
     scaler: Any
     step: int
@@ -200,6 +203,7 @@ class SavingMembers:
                 self.scaler,
                 save_on_each_node=project.save_on_each_node,
                 safe_serialization=safe_serialization,
+                gradients=self._waiting_gradients(),
             )
             for i, thing in enumerate(self._custom_objects):
                 save_custom_state(thing, made, i, save_on_each_node=project.save_on_each_node)
@@ -207,6 +211,15 @@ class SavingMembers:
             self._delete_oldest(folder.parent, project.total_limit)
         project.iteration += 1
         return str(folder)
+
+    def _waiting_gradients(self) -> list[dict[str, torch.Tensor]]:
+        """Gradients of an accumulation window that is not complete yet."""
+        if self.gradient_state.sync_gradients:
+            return []
+        return [
+            {name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None}
+            for model in self._models
+        ]
 
     def _project_folder(self) -> str:
         folder = self.project_configuration.project_dir

@@ -71,6 +71,10 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         was_enabled = gc.isenabled()
         gc.disable()
+        # cuBLAS keeps a workspace per stream, made by the warm-up outside this graph's memory. Others may free it
+        # (reduce-overhead compilation does), and the graph would go on writing there. Without one, the capture makes
+        # its own in its pool; dropped again afterwards, that one is nobody else's.
+        _drop_workspaces()
         try:
             with torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -82,6 +86,13 @@ class CudaRecorder:
                     raise
                 graph.capture_end()
         finally:
+            _drop_workspaces()
             if was_enabled:
                 gc.enable()
         return graph, result
+
+
+def _drop_workspaces() -> None:
+    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if drop is not None:
+        drop()

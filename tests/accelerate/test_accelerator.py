@@ -20,6 +20,7 @@ from hotloop.accelerate.utils import (
     DummyOptim,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     ProfileKwargs,
 )
 from hotloop.errors import HotloopError, PrecisionError, SettingError
@@ -355,3 +356,47 @@ def test_every_member_of_accelerates_class_is_there() -> None:
     accelerate = pytest.importorskip("accelerate")
     public = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
     assert public - set(dir(Accelerator)) == set()
+
+
+def test_an_overflow_holds_the_schedule_and_halves_the_scale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    from hotloop.precision import formats
+
+    found = formats.supported_precisions
+    # few CPUs compute in fp16, but all can be made to try
+    monkeypatch.setattr(
+        formats, "supported_precisions", lambda device: {**found(device), "fp16": "for this test"}
+    )
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for step in range(3):
+        loss = model(torch.ones(3, 2)).mean()
+        accelerator.backward(loss * (1e38 if step == 1 else 1.0))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        before = model.weight.detach().clone()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped = torch.equal(before, model.weight.detach())
+        assert skipped == accelerator.optimizer_step_was_skipped
+        seen.append(
+            (norm.isfinite().item(), skipped, accelerator.scaler.get_scale(), scheduler.get_last_lr()[0])
+        )
+    assert seen == [(True, False, 1024.0, 0.05), (False, True, 512.0, 0.05), (True, False, 512.0, 0.025)]
+    accelerator.save_state(tmp_path / "state")
+    accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), "scale": 2.0})
+    accelerator.load_state(tmp_path / "state")
+    assert accelerator.scaler.state_dict()["scale"] == 512.0
+    assert accelerator.scaler.state_dict()["_growth_tracker"] == 1
+    accelerator.backward(model(torch.ones(3, 2)).mean())
+    accelerator.unscale_gradients()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    accelerator.clip_grad_value_(model.parameters(), 0.5)
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]
+    with pytest.raises(NotImplementedError, match=r"0\.5"):
+        Accelerator(kwargs_handlers=[GradScalerKwargs(growth_factor=4.0)])

@@ -186,17 +186,24 @@ def measure(variants: dict[str, Variant], *, rounds: int, steps: int) -> None:
 def import_costs(repeats: int) -> list[Figure]:
     """CPU seconds and peak memory of `import X` in fresh processes."""
     program = (
-        "import json, time\nstart = time.process_time()\nimport {}\nused = time.process_time() - start\n"
+        "import json, time\nstart = time.process_time()\n{}\nused = time.process_time() - start\n"
         # ru_maxrss would include the parent's pages from before exec
         "peak = next(x for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
         "print(json.dumps([used, int(peak.split()[1]) / 1024]))"
     )
-    names = ("torch", "hotloop", "accelerate", "lightning_fabric")
+    # hotloop's names are found on first use: ask for the one that brings everything
+    lines = {
+        "torch": "import torch",
+        "hotloop": "from hotloop import Loop",
+        "accelerate": "from accelerate import Accelerator",
+        "lightning_fabric": "from lightning_fabric import Fabric",
+    }
+    names = tuple(lines)
     found: dict[str, list[list[float]]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
             out = subprocess.run(
-                [sys.executable, "-c", program.format(name)], capture_output=True, text=True, check=True
+                [sys.executable, "-c", program.format(lines[name])], capture_output=True, text=True, check=True
             )
             found[name].append(json.loads(out.stdout))
     figures = []

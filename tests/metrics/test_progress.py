@@ -215,6 +215,7 @@ def test_a_broken_stream_or_clock_stops_the_line_not_the_run() -> None:
         progress.set_totals(total_updates=2)
         progress.write_rows([Row(0, 0.0, {"a": 1.0})])
         progress.close()
+        assert progress._thread is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -19,7 +19,7 @@ from hotloop.capture.graphs import Recorder, Recording
 from hotloop.errors import CaptureError
 from hotloop.stalls import record_syncs
 
-__all__ = ["CapturedStep", "StepHost"]
+__all__ = ["CapturedStep", "StepHost", "host_names"]
 
 # The first calls of each shape are real steps, run eagerly: lazy state of optimizers, libraries and autograd is made.
 _WARM_CALLS = 3

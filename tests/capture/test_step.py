@@ -381,10 +381,12 @@ def test_a_failing_recording_falls_back_and_says_the_line(graph_loop, monkeypatc
     assert "runs eagerly" in capsys.readouterr().err
 
 
-def test_modes_on_the_cpu(monkeypatch):
+def test_modes_on_the_cpu(capsys):
     loop = hotloop.Loop(record=False, device="cpu")
     assert loop.capture(lambda x: x).mode == "off"
+    assert capsys.readouterr().err == ""
     assert loop.capture(lambda x: x, mode="graph").mode == "off"
+    assert "records no graphs" in capsys.readouterr().err
     assert loop.capture(lambda x: x, mode="full").mode == "compile"
     with pytest.raises(hotloop.HotloopError, match="auto, off, compile, graph, full"):
         loop.capture(lambda x: x, mode="fast")

@@ -332,7 +332,9 @@ class Loop:
         chosen = self.settings["capture"] if mode is None else SETTINGS["capture"].check(mode)
         if self.settings.sources["capture"] == "HOTLOOP_OVERRIDE":
             chosen = self.settings["capture"]
-        chosen = find_mode(chosen, self.device)
+        wanted, chosen = chosen, find_mode(chosen, self.device)
+        if wanted not in ("auto", chosen):
+            self._say(f'capture="{wanted}": {self.device} records no graphs, so it is "{chosen}" here')
         if outputs not in ("clone", "static"):
             raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
         if function is None:

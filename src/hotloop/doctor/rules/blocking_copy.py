@@ -1,0 +1,103 @@
+"""blocking-copy: a copy to the device that holds the host until it is done."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hotloop.doctor.replay.simulate import Edit
+from hotloop.doctor.rules.finding import Case, Finding, Rule
+
+__all__ = ["RULE", "judge"]
+
+Ints = npt.NDArray[np.int64]
+
+UPLOAD = r"HtoD|(?:Pageable|Pinned|Host) -> Device|HostToDevice"
+DOWNLOAD = r"DtoH|Device -> (?:Pageable|Pinned|Host)|DeviceToHost"
+
+
+def judge(case: Case) -> list[Finding]:
+    """Copies during which the host stood still: call >= 0.5 x the device's copy, and >= 100 us.
+
+    This finds `non_blocking=True` from pageable memory as well, which makes no synchronising call at all. Priced by
+    replaying with these calls (and the synchronisation right behind each) not waiting, and the copies of each
+    direction on a stream of their own, at their measured speed: what pinned memory and prefetching give. Pinned
+    copies are often faster, which is not counted.
+    """
+    timeline = case.timeline
+    first = timeline.first_work
+    calls = case.calls
+    calls = calls[timeline.is_copy[calls] & (first[calls] >= 0)]
+    if not len(calls):
+        return []
+    work = first[calls]
+    took, copying = case.call_us[calls], case.work_us[work]
+    up, down = timeline.work_named(UPLOAD), timeline.work_named(DOWNLOAD)
+    large = (took >= 0.5 * copying) & (took >= 100.0)
+    uploads = calls[large & up[work]]
+    # downloads that are large are transfers, not values that are read
+    downloads = calls[large & down[work] & (copying >= 1000.0)]
+    findings = []
+    for chosen, direction in ((uploads, "to the device"), (downloads, "to the host")):
+        if not len(chosen) or case.in_steps(timeline.call_start[chosen]) < 0.5:
+            continue
+        moved = first[chosen]
+        if direction == "to the host" and len(uploads):
+            continue  # told together with the uploads below
+        together = np.union1d(uploads, downloads)
+        everything = together if len(uploads) and len(downloads) else chosen
+        findings.append(_finding(case, everything, moved, direction))
+    return findings
+
+
+def _finding(case: Case, calls: Ints, moved: Ints, direction: str) -> Finding:
+    timeline = case.timeline
+    first = timeline.first_work
+    work = first[calls]
+    up, down = timeline.work_named(UPLOAD), timeline.work_named(DOWNLOAD)
+    groups = tuple(group for group in (work[up[work]], work[down[work]]) if len(group))
+    both = len(groups) == 2
+    syncs = _syncs_behind(case, calls)
+    names = [timeline.events.name_of(int(timeline.work_rows[index])) for index in work]
+    pageable = sum("ageable" in name for name in names)
+    longest = calls[int(np.argmax(case.call_us[calls]))]
+    size = float(timeline.events.bytes[timeline.work_rows[work]].sum())
+    spent = float(case.work_us[work].sum())
+    kind = " from or to pageable memory" if pageable else ""
+    evidence = [
+        f"{case.often(len(calls))}; the host is held {float(case.call_us[calls].sum()) / 1000:.4g} ms in the copy call "
+        f"itself" + ("" if len(syncs) else ", without any synchronising call"),
+        f"{len(calls)} copies, {size / 1e6:.4g} MB, {spent / 1000:.4g} ms on the device"
+        + (f" ({size / spent / 1000:.3g} GB/s)" if spent and size else ""),
+    ]
+    if pageable:
+        evidence.append(
+            f"{pageable} of {len(calls)} use pageable memory: non_blocking=True has no effect on those"
+        )
+    return Finding(
+        RULE.id,
+        f"Copies {'in both directions' if both else direction}{kind} hold up the host.",
+        evidence,
+        "- x = x.to(device)\n+ DataLoader(..., pin_memory=True) and x = x.to(device, non_blocking=True)",
+        case.place(int(timeline.call_rows[longest])),
+        edit=Edit(unblock=np.union1d(calls, syncs), free=groups),
+        weight_us=spent,
+    )
+
+
+def _syncs_behind(case: Case, calls: Ints) -> Ints:
+    """The synchronisation right after each copy on the same thread, where there is one."""
+    timeline = case.timeline
+    thread = timeline.events.thread[timeline.call_rows]
+    found = []
+    for call in calls.tolist():
+        for after in range(call + 1, min(call + 6, len(timeline.call_rows))):
+            if thread[after] == thread[call]:
+                near = timeline.call_start[after] - timeline.call_end[call] < 20.0
+                if timeline.is_sync[after] and near:
+                    found.append(after)
+                break
+    return np.array(found, dtype=np.int64)
+
+
+RULE = Rule("blocking-copy", "a copy holds the host until it is done", judge)

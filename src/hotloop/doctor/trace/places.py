@@ -1,0 +1,181 @@
+"""Where in the source something comes from: Python frames of the trace, made exact by the source file if at hand."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotloop.doctor.trace.columns import Category
+
+if TYPE_CHECKING:
+    from hotloop.doctor.trace.timeline import Timeline
+
+__all__ = ["Place", "find_place", "ignored_rules"]
+
+_FRAME = re.compile(r"^(?P<file>.+?\.py)\((?P<line>\d+)\): (?P<function>.+)$")
+_BUILTIN = re.compile(r"^<built-in (?:method|function) (?P<name>\w+)")
+_LIBRARY = re.compile(
+    r"(^|/)(torch|torchvision|torchaudio|numpy|contextlib|functools|threading|runpy|enum|typing|warnings|inspect)(/|\.py)"
+    r"|site-packages/|dist-packages/|/lib/python\d|^<|^nn\.Module|importlib|hotloop/"
+)
+_IGNORE = re.compile(r"#\s*hotloop:\s*ignore\[([\w\-, ]+)\]")
+
+
+@dataclass
+class Place:
+    """A place in the program.
+
+    Attributes:
+        file, function: "" if the trace has no Python stacks. line: the call's line if `exact`, else the line of the
+            function's `def` (all that a trace has).
+        candidates: lines of the function that have such a call, if there are several.
+        method: name of the Tensor method or built-in that was called, "" if unknown. op: operator, "" if none.
+        annotation: innermost record_function range around it.
+    """
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    exact: bool = False
+    candidates: list[int] = field(default_factory=list)
+    method: str = ""
+    op: str = ""
+    annotation: str = ""
+    frames: list[str] = field(default_factory=list)
+
+    @property
+    def known(self) -> bool:
+        """Whether a source file is known."""
+        return bool(self.file)
+
+    def __str__(self) -> str:
+        if self.file:
+            if self.exact:
+                return f"{self.file}:{self.line} in {self.function}"
+            if self.candidates:
+                return f"{self.file}, line {' or '.join(map(str, self.candidates))} in {self.function}"
+            return f"{self.file}, in {self.function} (defined in line {self.line})"
+        where = f" under {self.annotation!r}" if self.annotation else ""
+        return f"{self.op or 'outside any operator'}{where} (the trace has no Python stacks)"
+
+
+def find_place(timeline: Timeline, row: int) -> Place:
+    """The innermost frame of the user's own code around a host event, and the operator it is in."""
+    events = timeline.events
+    place = Place()
+    chain = [row, *timeline.ancestors(row)]
+    for at in chain:
+        category = int(events.category[at])
+        name = events.name_of(at)
+        if category == Category.OP and not name.startswith("ProfilerStep"):
+            place.op = name  # the outermost wins: it is the one the program called
+            stack = events.details.get("stack", {}).get(at)
+            if stack and not place.file:
+                _from_text(stack, place)
+        elif category == Category.ANNOTATION and not place.annotation and not name.startswith("ProfilerStep"):
+            place.annotation = name
+        elif category == Category.PYTHON:
+            place.frames.append(name)
+            built_in = _BUILTIN.match(name)
+            if built_in and not place.method and not place.file:
+                place.method = built_in["name"]
+            frame = _FRAME.match(name)
+            if frame and not place.file and not _LIBRARY.search(frame["file"]):
+                place.file, place.line = frame["file"], int(frame["line"])
+                place.function = frame["function"]
+    if place.file and place.line:
+        _sharpen(place)
+    return place
+
+
+def _from_text(stack: str, place: Place) -> None:
+    """From the `Call stack` text of 2021's traces: `file.py(line): function;...`, innermost first, exact lines."""
+    for part in stack.split(";"):
+        frame = _FRAME.match(part.strip())
+        if frame and not _LIBRARY.search(frame["file"]):
+            place.file, place.line, place.function = frame["file"], int(frame["line"]), frame["function"]
+            place.exact = True
+            return
+
+
+# method or operator -> what it looks like in the source
+_LOOKS: dict[str, tuple[str, ...]] = {
+    "item": ("item",),
+    "_local_scalar_dense": ("item", "float", "int", "bool"),
+    "is_nonzero": ("bool",),
+    "to": ("to", "cpu", "cuda"),
+    "_to_copy": ("to", "cpu", "cuda"),
+    "copy_": ("copy_", "to", "cpu", "cuda"),
+    "synchronize": ("synchronize",),
+}
+
+
+def _sharpen(place: Place) -> None:
+    """The exact line, if the source is at hand and only one line of the function can be meant."""
+    if place.exact:
+        return
+    function = _function_at(place.file, place.line)
+    if function is None:
+        return
+    wanted = {place.method} if place.method else set()
+    short = place.op.rpartition("::")[2]
+    wanted |= set(_LOOKS.get(place.method, ())) | set(_LOOKS.get(short, ())) | ({short} if short else set())
+    lines = sorted(
+        {
+            node.lineno if not isinstance(node.func, ast.Attribute) else (node.func.end_lineno or node.lineno)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and _called(node) in wanted
+        }
+    )
+    if len(lines) == 1:
+        place.line, place.exact = lines[0], True
+    elif lines:
+        place.candidates = lines
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+@lru_cache(maxsize=64)
+def _source(file: str) -> tuple[list[str], ast.Module] | None:
+    path = Path(file)
+    try:
+        if not path.is_file() or path.stat().st_size > 4 * 2**20:
+            return None
+        text = path.read_text(errors="replace")
+        return text.splitlines(), ast.parse(text)
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _function_at(file: str, line: int) -> ast.AST | None:
+    """The function whose `def`, or first decorator, is in that line; the module for line 1 or 0."""
+    source = _source(file)
+    if source is None:
+        return None
+    for node in ast.walk(source[1]):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first <= line <= node.lineno:
+                return node
+    return source[1] if line <= 1 else None
+
+
+def ignored_rules(place: Place | None) -> set[str]:
+    """Rules silenced by `# hotloop: ignore[rule]` on the place's line (or its candidates), if the source is at hand."""
+    if place is None or not place.file:
+        return set()
+    source = _source(place.file)
+    if source is None:
+        return set()
+    lines = source[0]
+    found: set[str] = set()
+    for line in place.candidates or [place.line]:
+        if 0 < line <= len(lines) and (match := _IGNORE.search(lines[line - 1])):
+            found |= {name.strip() for name in match[1].split(",")}
+    return found

@@ -1,0 +1,212 @@
+"""A model as a list of calls: torch.export's graph before any decomposition, or else a recording of one run.
+
+Exported whole, an LSTM, a convolution, a layer norm stay one call each. Where export fails (a branch on a
+parameter's value, say) the operations of one run with the example are recorded as they happen; what a recorded
+branch decided is then fixed, and the build says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotloop.native.faults import NativeError
+from hotloop.native.graph import Origin
+
+__all__ = [
+    "Call",
+    "Captured",
+    "Ref",
+    "capture_model",
+    "capture_program",
+    "find_source_line",
+    "name_operation",
+]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of a call; of one with several results, "name#index"."""
+
+    name: str
+
+
+@dataclass
+class Call:
+    """One operation: `op` as in "linear" or "lstm.input"; arguments hold `Ref`s, numbers, and tensors."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    origin: Origin
+    target: Any = None
+
+
+@dataclass
+class Captured:
+    """Calls in order, constants by name, the names of inputs (shape, dtype by name) and what is returned."""
+
+    calls: list[Call]
+    constants: dict[str, torch.Tensor]
+    inputs: list[str]
+    input_shapes: dict[str, tuple[int, ...]]
+    input_dtypes: dict[str, torch.dtype]
+    outputs: list[Ref | torch.Tensor]
+    how: str = "export"
+    notes: list[str] = field(default_factory=list)
+
+
+def capture_model(model: nn.Module, example: Sequence[torch.Tensor]) -> Captured:
+    """Capture `model`, in evaluation mode, for inputs of exactly the example's shapes.
+
+    Raises:
+        NativeError: it can be neither exported nor recorded; holds both reasons.
+    """
+    model = copy.deepcopy(model).eval().cpu()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    try:
+        # warnings of torch.export about RNN weights are about its own bookkeeping
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, tuple(example), strict=False)
+    except Exception as error:
+        from hotloop.native.record import record_model
+
+        captured = record_model(model, example, because=error)
+        captured.notes.append(
+            f"recorded from one run, because torch.export failed: {_first_line(error)}; branches on values are fixed"
+        )
+        return captured
+    return capture_program(program)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def capture_program(program: torch.export.ExportedProgram) -> Captured:
+    """Read an exported program.
+
+    Raises:
+        NativeError: it takes or returns something that is not a tensor.
+    """
+    signature = program.graph_signature
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str] = []
+    state: dict[str, Any] = {**program.constants, **program.state_dict}
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
+            inputs.append(name)
+        elif spec.target is not None and isinstance(state.get(spec.target), torch.Tensor):
+            constants[name] = state[spec.target].detach()
+    found = Captured([], constants, [], {}, {}, [])
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs:
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor):
+                continue
+            if any(not isinstance(size, int) for size in value.shape):
+                raise NativeError(
+                    f"input {node.name!r} has a dynamic shape {tuple(value.shape)}; export with the fixed sizes that "
+                    "the library shall have (one library per batch size)"
+                )
+            found.inputs.append(node.name)
+            found.input_shapes[node.name] = tuple(value.shape)
+            found.input_dtypes[node.name] = value.dtype
+        elif node.op == "get_attr":
+            found.constants[node.name] = _attribute(program, str(node.target))
+        elif node.op == "call_function":
+            found.calls.append(_read_call(node))
+        elif node.op == "output":
+            found.outputs = _read_outputs(node.args[0], program)
+    return found
+
+
+def _attribute(program: torch.export.ExportedProgram, target: str) -> torch.Tensor:
+    value: Any = program.graph_module
+    for part in target.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, torch.Tensor):
+        raise NativeError(
+            f"the exported graph holds {target!r}, which is no tensor but {type(value).__name__}"
+        )
+    return value.detach()
+
+
+def _read_outputs(outputs: Any, program: torch.export.ExportedProgram) -> list[Ref | torch.Tensor]:
+    kept = torch.export.graph_signature.OutputKind.USER_OUTPUT
+    found: list[Ref | torch.Tensor] = []
+    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
+        if spec.kind == kept and isinstance(value, torch.fx.Node):
+            found.append(Ref(value.name))
+        elif spec.kind == kept and isinstance(value, torch.Tensor):
+            found.append(value)
+        elif spec.kind == kept and value is not None:
+            found.append(torch.tensor(value))
+    return found
+
+
+def _read_call(node: torch.fx.Node) -> Call:
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return Ref(value.name)
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        return value
+
+    values = node.meta.get("val")
+    tensors = list(values) if isinstance(values, (list, tuple)) else [values]
+    return Call(
+        node.name,
+        name_operation(node.target),
+        tuple(convert(arg) for arg in node.args),
+        {key: convert(value) for key, value in node.kwargs.items()},
+        [tuple(int(s) for s in v.shape) if isinstance(v, torch.Tensor) else () for v in tensors],
+        [v.dtype if isinstance(v, torch.Tensor) else torch.float32 for v in tensors],
+        _origin(node),
+        node.target,
+    )
+
+
+def name_operation(target: Any) -> str:
+    """ "linear" for aten.linear.default, "lstm.input" for aten.lstm.input, "getitem" for the Python function."""
+    text = (
+        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    )
+    text = text.removeprefix("aten.")
+    return text.removesuffix(".default")
+
+
+def _origin(node: torch.fx.Node) -> Origin:
+    stack = node.meta.get("nn_module_stack") or {}
+    module = list(stack.values())[-1][0] if stack else ""
+    return Origin(
+        name_operation(node.target), str(module), find_source_line(node.meta.get("stack_trace") or "")
+    )
+
+
+def find_source_line(trace: str) -> str:
+    """The innermost line of a stack trace that lies in the user's code, as "file:line: text"."""
+    lines = trace.splitlines()
+    best = ""
+    for place, line in enumerate(lines):
+        text = line.strip()
+        if text.startswith('File "') and f"{os.sep}torch{os.sep}" not in text:
+            parts = text.split('"')
+            number = parts[2].split("line")[1].split(",")[0].strip()
+            source = lines[place + 1].strip() if place + 1 < len(lines) else ""
+            best = f"{parts[1]}:{number}: {source}"
+    return best

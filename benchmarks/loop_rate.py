@@ -134,8 +134,8 @@ def main() -> None:
                 for _ in range(20):
                     step()
             torch.cuda.synchronize()
-            steps = (20 if args.quick else 60) if name == "gpt" else (50 if args.quick else 200)
-            repeats = 3 if args.quick else 9
+            steps = (20 if args.quick else 30) if name == "gpt" else (50 if args.quick else 100)
+            repeats = 3 if args.quick else 7
             times = interleave(variants, repeats=repeats, steps=steps, finish=torch.cuda.synchronize)
             for kind in KINDS:
                 rate, spread = median_with_spread([1 / t for t in times[kind]])

@@ -127,7 +127,7 @@ def main() -> None:
             figures.append(Figure(f"{name}: {kind}, warm-up of 20 steps", time.perf_counter() - start, "s"))
         steps = (20 if args.quick else 40) if name == "gpt" else (100 if args.quick else 300)
         times = interleave(
-            variants, repeats=3 if args.quick else 9, steps=steps, finish=torch.cuda.synchronize
+            variants, repeats=5 if args.quick else 9, steps=steps, finish=torch.cuda.synchronize
         )
         for kind in kinds:
             rate, spread = median_with_spread([1 / t for t in times[kind]])

@@ -1,7 +1,6 @@
 """Data parallelism beside the user's module: what it exchanges, what it leaves alone, what stays the user's."""
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.multi
 
@@ -12,6 +11,8 @@ def check_all(rank, world):
     import io
     import os
     import pickle
+
+    import torch
 
     import torch.distributed as dist
     import torch.nn.functional as F

@@ -96,6 +96,8 @@ class Binding:
         """
         replica = self.replica
         if not self.decided and not self.hold_sync and not replica.static_graph:
+            # torch refuses to do this once it waits for gradients, which may be those of another module only
+            replica.reducer._rebuild_buckets()
             replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
 
 

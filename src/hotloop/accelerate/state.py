@@ -6,8 +6,10 @@ They are views: the processes come from `hotloop.hardware`, and the counters bel
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -68,6 +70,7 @@ class PartialState:
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
+    _winds_up: ClassVar[bool] = False
     _known_attrs: ClassVar[list[str]] = [
         "_cpu",
         "_mixed_precision",
@@ -113,6 +116,9 @@ class PartialState:
         kind = {"cuda": "MULTI_GPU", "xpu": "MULTI_XPU"}.get(device.type, "MULTI_CPU")
         self.distributed_type = DistributedType(kind) if processes.world > 1 else DistributedType.NO
         share_state(self._shared_state, None)
+        if processes.world > 1 and not PartialState._winds_up:
+            PartialState._winds_up = True
+            atexit.register(_wind_up)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -427,6 +433,15 @@ class AcceleratorState:
 
     def __getattr__(self, name: str) -> Any:
         raise _missing("AcceleratorState", name, self._known_attrs)
+
+
+def _wind_up() -> None:
+    """Let gloo's threads drop the tensors of the last exchange while there is an interpreter to drop them in.
+
+    A thread that asks for the interpreter's lock when it is being closed down is ended in the middle of C++
+    code, which takes the whole process down with it (SIGABRT, after all the work is done).
+    """
+    time.sleep(0.05)
 
 
 def _missing(kind: str, name: str, known: list[str]) -> AttributeError:

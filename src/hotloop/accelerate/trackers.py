@@ -99,7 +99,7 @@ class TrackingMembers:
         for tracker in self.trackers:
             tracker.finish()
         self.loop.end_training()
-        # a gloo group that is closed while the last backward's exchange is being wound up takes the process down
+        # a group that is closed while another rank still exchanges takes that rank down
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             PartialState().wait_for_everyone()
         self.state.destroy_process_group()

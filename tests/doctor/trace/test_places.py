@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 from __future__ import annotations
 
 from pathlib import Path
@@ -59,6 +60,40 @@ def test_two_calls_are_both_named(place_of) -> None:
     assert not place.exact
     assert place.candidates == [13, 14]
     assert "line 13 or 14" in str(place)
+
+
+BRANCH = """def step(loss, log):
+    if log is None:
+        return
+    if loss > 3:
+        print(
+            loss)
+"""
+
+
+@pytest.mark.parametrize(("frames", "op", "line"), [
+    (["torch/_tensor.py(9): __repr__", "torch/_tensor_str.py(5): _str", "<built-in method item of Tensor object>"], "aten::item", 5),
+    ([], "aten::is_nonzero", 4),
+])  # fmt: skip
+def test_branches_and_printing_lead_to_their_line(
+    frames: list[str], op: str, line: int, machine, tmp_path: Path
+) -> None:
+    from contextlib import ExitStack
+
+    from hotloop.doctor.trace import places
+
+    file = tmp_path / "loop.py"
+    file.write_text(BRANCH)
+    m = machine()
+    with ExitStack() as stack:
+        for name in [f"{file}(1): step", *frames]:
+            stack.enter_context(m.span(name, "python_function"))
+        stack.enter_context(m.span(op))
+        m.item()
+    places._source.cache_clear()
+    timeline = read(m.write(tmp_path / "a.json")).timeline
+    place = find_place(timeline, int(timeline.call_rows[0]))
+    assert (place.line, place.exact) == (line, True)
 
 
 def test_without_the_source_the_def_line_is_said_to_be_that(machine, tmp_path: Path) -> None:

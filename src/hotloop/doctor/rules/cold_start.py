@@ -43,7 +43,7 @@ def judge(case: Case) -> list[Finding]:
     timeline = case.timeline
     calls = cold_calls(case)
     took = float(case.call_us[calls].sum()) if len(calls) else 0.0
-    if took < 0.05 * case.idle.window_us or took <= 0:
+    if took < 0.05 * case.idle.window_us or took <= 0 or case.idle.window_us <= 0:
         return []
     longest = calls[np.argsort(-case.call_us[calls])[:3]]
     told = ", ".join(

@@ -33,7 +33,7 @@ def judge(case: Case) -> list[Finding]:
     work = case.work[chosen[case.work]]
     spent = float(case.work_us[work].sum())
     busy = float(case.work_us[case.work].sum())
-    if not len(work) or spent < 0.1 * busy:
+    if spent <= 0 or spent < 0.1 * busy:
         return []
     named: dict[str, float] = {}
     for index in work.tolist():

@@ -19,6 +19,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+_MONTH_US = 30 * 86400e6
+
+
 class Category:
     """What an event is, whatever the file calls it."""
 
@@ -219,11 +222,12 @@ class Builder:
         start = self._numbers([event.ts for event in rows])
         if self._origin is None:
             finite = start[np.isfinite(start)]
-            self._origin = float(finite.min()) if len(finite) else None
+            self._origin = float(np.median(finite)) if len(finite) else None
         duration = self._numbers([event.dur for event in rows])
-        bad = ~np.isfinite(start)
+        # no recording lasts a month: such a time is damage, and would stretch every axis
+        bad = ~(np.abs(start - (self._origin or 0.0)) < _MONTH_US)
         self.unclear += int(bad.sum()) + int((~np.isfinite(duration)).sum())
-        duration = np.where(np.isfinite(duration) & (duration > 0), duration, 0.0)
+        duration = np.where((duration > 0) & (duration < _MONTH_US), duration, 0.0)
         names, threads, categories = self._names, self._threads, self._raw_categories
         try:
             name = np.array([names[event.name] for event in rows], dtype=np.int32)

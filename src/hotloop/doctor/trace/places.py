@@ -33,7 +33,8 @@ class Place:
         file, function: "" if the trace has no Python stacks. line: the call's line if `exact`, else the line of the
             function's `def` (all that a trace has).
         candidates: lines of the function that have such a call, if there are several.
-        method: name of the Tensor method or built-in that was called, "" if unknown. op: operator, "" if none.
+        method: name of the innermost Tensor method or built-in around it, "" if unknown. callee: what the line itself
+            called, which may be a library's function that came to that. op: operator, "" if none.
         annotation: innermost record_function range around it.
     """
 
@@ -43,6 +44,7 @@ class Place:
     exact: bool = False
     candidates: list[int] = field(default_factory=list)
     method: str = ""
+    callee: str = ""
     op: str = ""
     annotation: str = ""
     frames: list[str] = field(default_factory=list)
@@ -80,10 +82,13 @@ def find_place(timeline: Timeline, row: int) -> Place:
             place.annotation = name
         elif category == Category.PYTHON:
             place.frames.append(name)
-            built_in = _BUILTIN.match(name)
-            if built_in and not place.method and not place.file:
-                place.method = built_in["name"]
             frame = _FRAME.match(name)
+            built_in = _BUILTIN.match(name)
+            if not place.file and built_in:
+                place.method = place.method or built_in["name"]
+                place.callee = built_in["name"]
+            elif not place.file and frame and _LIBRARY.search(frame["file"]):
+                place.callee = frame["function"]
             if frame and not place.file and not _LIBRARY.search(frame["file"]):
                 place.file, place.line = frame["file"], int(frame["line"])
                 place.function = frame["function"]
@@ -121,20 +126,43 @@ def _sharpen(place: Place) -> None:
     function = _function_at(place.file, place.line)
     if function is None:
         return
-    wanted = {place.method} if place.method else set()
     short = place.op.rpartition("::")[2]
-    wanted |= set(_LOOKS.get(place.method, ())) | set(_LOOKS.get(short, ())) | ({short} if short else set())
-    lines = sorted(
-        {
-            node.lineno if not isinstance(node.func, ast.Attribute) else (node.func.end_lineno or node.lineno)
-            for node in ast.walk(function)
-            if isinstance(node, ast.Call) and _called(node) in wanted
-        }
-    )
+    wanted = {place.method, short, *_LOOKS.get(place.method, ()), *_LOOKS.get(short, ())} - {""}
+    lines = _calls(function, {place.callee, *_LOOKS.get(place.callee, ())} - {""}) or _calls(function, wanted)
+    if not lines and short == "is_nonzero":
+        lines = _branches(function)
     if len(lines) == 1:
         place.line, place.exact = lines[0], True
     elif lines:
         place.candidates = lines
+
+
+def _calls(function: ast.AST, names: set[str]) -> list[int]:
+    """Lines of the function that call one of the names; for printing, those that format a string, too."""
+    prints = bool(names & {"__format__", "__repr__", "__str__"})
+    lines = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and _called(node) in names | ({"print", "format"} if prints else set()):
+            lines.add(
+                (node.func.end_lineno or node.lineno) if isinstance(node.func, ast.Attribute) else node.lineno
+            )
+        elif prints and isinstance(node, ast.FormattedValue):
+            lines.add(node.lineno)
+    return sorted(lines)
+
+
+def _branches(function: ast.AST) -> list[int]:
+    """Lines that branch on a value: a tensor there is turned into a bool without a call that one could see."""
+    lines = set()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.While, ast.Assert, ast.IfExp)):
+            names = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+            plain = isinstance(node.test, (ast.Constant, ast.Name)) or (
+                isinstance(node.test, ast.Compare) and all(isinstance(op, names) for op in node.test.ops)
+            )
+            if not plain:
+                lines.add(node.test.lineno)
+    return sorted(lines)
 
 
 def _called(node: ast.Call) -> str:

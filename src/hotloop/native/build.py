@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def build(
         if isinstance(model, torch.export.ExportedProgram)
         else capture_model(model, inputs)
     )
-    module = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+    module = _as_module(model)
     if precision not in ("fp32", "int8"):
         raise BuildError(f"precision={precision!r} is not known; there are: fp32, int8")
     say = (lambda text: None) if quiet else (lambda text: print(f"hotloop: {path.name}: {text}"))
@@ -115,6 +116,14 @@ def build(
     for note in notes:
         say(note)
     return compiled
+
+
+def _as_module(model: nn.Module | torch.export.ExportedProgram) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.module()
 
 
 def _check_int8(

@@ -8,9 +8,11 @@ branch decided is then fixed, and the build says so.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +79,7 @@ def capture_model(model: nn.Module, example: Sequence[torch.Tensor]) -> Captured
         parameter.requires_grad_(False)
     try:
         # warnings of torch.export about RNN weights are about its own bookkeeping
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _quiet_logs():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, tuple(example), strict=False)
     except Exception as error:
@@ -89,6 +91,18 @@ def capture_model(model: nn.Module, example: Sequence[torch.Tensor]) -> Captured
         )
         return captured
     return capture_program(program)
+
+
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """torch logs whole graphs where it cannot export; the reason is told in one line here."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _first_line(error: Exception) -> str:

@@ -52,6 +52,8 @@ def normalise(captured: Captured) -> Captured:
     calls: list[Call] = []
     pieces: dict[str, list[str]] = {}
     made_by: dict[str, Call] = {}
+    # pieces that promise to share no memory with what was split
+    apart: set[str] = set()
 
     def resolve(value: Any) -> Any:
         if isinstance(value, Ref):
@@ -82,13 +84,19 @@ def normalise(captured: Captured) -> Captured:
             continue
         if call.op in _PIECES:
             pieces[call.name] = _name_pieces(call, calls, captured, made_by)
+            if call.op.startswith("unsafe"):
+                apart |= set(pieces[call.name])
             for index, piece in enumerate(pieces[call.name]):
                 renamed[f"{call.name}#{index}"] = piece
             continue
         base = call.op.partition(".")[0]
         if base.endswith("_") and not base.startswith("_"):
             target = call.args[0].name
-            if target in made_by and made_by[target].op.startswith(("slice", "select")):
+            if (
+                target in made_by
+                and target not in apart
+                and made_by[target].op.startswith(("slice", "select"))
+            ):
                 raise UnsupportedOpError(
                     f"{call.origin} writes into a part of a tensor; build the result with torch.cat, torch.where or "
                     "torch.stack instead"

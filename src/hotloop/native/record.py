@@ -7,7 +7,7 @@ tensors. Tensors that were not made inside the run are constants, but for the in
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class _Recorder(TorchDispatchMode):
         origin = Origin(
             name_operation(func),
             self.module_of[-1] if self.module_of else "",
-            find_source_line("".join(traceback.format_stack(limit=25))),
+            find_source_line("".join(traceback.format_stack(limit=25)[:-1])),
         )
         shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in results]
         dtypes = [v.dtype if isinstance(v, torch.Tensor) else torch.float32 for v in results]
@@ -87,13 +87,16 @@ def record_model(model: nn.Module, example: Sequence[torch.Tensor], *, because: 
     )
     module_of: list[str] = []
     hooks = []
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: module_of.append(path)
+
+    def leave(*_: Any) -> None:
+        module_of.pop()
+
     for path, module in model.named_modules():
-        hooks.append(
-            module.register_forward_pre_hook(lambda _module, _args, path=path: module_of.append(path))
-        )
-        hooks.append(
-            module.register_forward_hook(lambda _m, _a, _out: module_of.pop() and None, always_call=True)
-        )
+        hooks.append(module.register_forward_pre_hook(enter(path)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     # with oneDNN, recurrent layers and convolutions become operations of its own
     onednn = torch._C._get_mkldnn_enabled()
     try:

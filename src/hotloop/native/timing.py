@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hotloop.native.compiler import compile_shared, find_target
 from hotloop.native.library import Library
 
-__all__ = ["Core", "Samples", "cache_folder", "measure_calls", "measure_core", "pinned"]
+__all__ = ["Core", "Samples", "cache_folder", "measure_calls", "measure_core", "pinned", "tick_rate"]
 
 
 def cache_folder() -> Path:

@@ -14,7 +14,7 @@ from hotloop.native.lowering import (  # noqa: F401  each registers its rules
     recurrent,
     reduction,
 )
-from hotloop.native.lowering.context import RULES, Context, Time
+from hotloop.native.lowering import context as _context
 from hotloop.native.normalise import normalise
 
 __all__ = ["list_operations", "lower"]
@@ -22,7 +22,7 @@ __all__ = ["list_operations", "lower"]
 
 def list_operations() -> list[str]:
     """Names of all operations that have a C form."""
-    return sorted(RULES)
+    return sorted(_context.RULES)
 
 
 def lower(captured: Captured, name: str, *, time: dict[str, int] | None = None) -> Graph:
@@ -32,11 +32,11 @@ def lower(captured: Captured, name: str, *, time: dict[str, int] | None = None) 
         UnsupportedOpError: an operation has no C form.
     """
     graph = Graph(name, [], [])
-    context = Context(normalise(captured), graph)
+    context = _context.Context(normalise(captured), graph)
     if time:
         windows = {captured.input_shapes[key][dim] for key, dim in time.items()}
         context.window = graph.window = windows.pop()
-        context.times = {key: Time(dim, 0) for key, dim in time.items()}
+        context.times = {key: _context.Time(dim, 0) for key, dim in time.items()}
         graph.streaming = True
         graph.time_inputs = dict(time)
     context.run()

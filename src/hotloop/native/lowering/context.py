@@ -37,7 +37,7 @@ from hotloop.native.graph import (
     whole,
 )
 
-__all__ = ["Context", "Region", "Rule", "Time", "full_region", "positions_of", "register"]
+__all__ = ["RULES", "Context", "Region", "Rule", "Time", "Value", "full_region", "positions_of", "register"]
 
 Region = tuple[tuple[int, ...], ...]
 

@@ -1,6 +1,7 @@
 # make run    sets up an environment if there is none and trains a classifier on real digits
 # make test   sets up and runs all tests
 # make lint   ruff and mypy
+# make suites accelerate's own test scripts against the look-alike, import lines swapped
 # TORCH=...   choose your own torch build, e.g. make run TORCH="torch==2.11.0"
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +16,7 @@ TORCH_INSTALL := -c constraints.txt torch
 PINS := -c constraints.txt
 endif
 
-.PHONY: run test lint types env bench-env clean
+.PHONY: run test lint types env suites bench-env clean
 
 run: $(BIN)/.ready
 	$(BIN)/python examples/digits.py
@@ -38,6 +39,9 @@ $(BIN)/.ready: pyproject.toml constraints.txt
 	$(PIP) install -q $(TORCH_INSTALL)
 	$(PIP) install -q $(PINS) -e ".[dev,track]"
 	touch $@
+
+suites: $(BIN)/.ready
+	$(BIN)/python tests/accelerate_suites/run_suites.py
 
 bench-env: $(BIN)/.ready
 	$(PIP) install -q $(PINS) accelerate==1.15.0 lightning-fabric==2.6.6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import time
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,8 +215,14 @@ def _first_slurm_host(nodes: str) -> str:
 
 
 def _shut_down() -> None:
-    """Close the process group at exit, so that peers see an orderly end instead of a lost connection."""
+    """Close the process group at exit, so that peers see an orderly end instead of a lost connection.
+
+    A gloo thread that drops the tensors of the last exchange asks for the interpreter's lock. If the interpreter is
+    closing down by then, the thread is ended in the middle of C++ code and takes the process with it (SIGABRT,
+    after all work is done; plain torch does that too). A moment's patience lets them finish.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(0.05)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
-import time
 import re
+import time
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotloop.cli.launch import split_arguments
 from hotloop.cli.verb import Verb
 from hotloop.errors import HotloopError
 
@@ -18,26 +19,39 @@ if TYPE_CHECKING:
 
 __all__ = ["VERB"]
 
-_SUMMARY = "read a profiler trace: what is slow, on which line, and what the repair is worth"
+_SUMMARY = "say why a run is slow: on which line, and what the repair is worth"
+_USAGE = """hotloop doctor [options] TRACE
+       hotloop doctor [options] SCRIPT.py [ARGUMENT ...]
+       hotloop doctor [options] -m MODULE [ARGUMENT ...]"""
 _EPILOG = """TRACE is what torch.profiler exported: .json, .json.gz, .json.zst, a .tar.gz or a folder of ranks.
+SCRIPT is run to its end, unchanged; a short window of its steps is recorded (the script's optimizer marks
+them), and the report follows on stderr. The exit status is the script's.
 `# hotloop: ignore[host-sync]` on a line silences that rule there.
 
 examples:
   hotloop doctor trace.json.gz                       what is slow, ranked by seconds
   hotloop doctor trace.json.gz --html report.html    the same as a page, with a timeline
   hotloop doctor before.json --against after.json    two traces compared
-  hotloop doctor traces/ --json | jq .verdict        all ranks of a run"""
+  hotloop doctor traces/ --json | jq .verdict        all ranks of a run
+  hotloop doctor train.py --epochs 1                 run and watch a script"""
 
 
-def _run(arguments: list[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hotloop doctor",
+        usage=_USAGE,
         description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("trace", metavar="TRACE", nargs="?", help="the trace, or a folder of ranks")
+    parser.add_argument(
+        "-m", "--module", metavar="MODULE", help="run and watch a module, as `python -m` does"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=10, metavar="N", help="steps before the window (default: 10)"
+    )
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in the window (default: 5)")
     parser.add_argument("--against", metavar="TRACE", help="compare with this one")
     parser.add_argument("--json", action="store_true", help="print it machine-readable")
     parser.add_argument("--html", metavar="FILE", help="also write a page with a timeline, for a browser")
@@ -45,14 +59,26 @@ def _run(arguments: list[str]) -> int:
         "--overlay", metavar="FILE", help="also write a trace with the findings, for Perfetto"
     )
     parser.add_argument("--rules", action="store_true", help="list the rules and end")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    own, rest = split_arguments(arguments, parser)
+    script = bool(rest) and rest[0].endswith(".py")
+    if rest and not script and "-m" not in own and "--module" not in own:
+        # options may follow a trace; what follows a script or module belongs to it
+        own, rest = [*own, *rest[1:]], rest[:1]
+    options = parser.parse_args(own)
     if options.rules:
         return _list_rules(as_json=options.json)
-    if options.trace is None:
+    if options.module is not None or script:
+        return _watch(options, rest)
+    if not rest:
         parser.error("there is no TRACE to read")
     from hotloop.doctor import report
 
-    trace = _read(options.trace)
+    trace = _read(rest[0])
     facts = report.gather_facts(trace)
     if options.html:
         _write(options.html, report.make_html(trace, facts))
@@ -64,6 +90,34 @@ def _run(arguments: list[str]) -> int:
         return 0
     print(_dump(facts) if options.json else report.format_page(facts, colour=_colours()))
     return 0
+
+
+def _watch(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run a script and report on stderr: stdout is the script's."""
+    from hotloop.doctor import report
+    from hotloop.doctor.live import run_watched
+
+    if options.skip < 1 or options.steps < 1:
+        raise HotloopError(f"--skip {options.skip} --steps {options.steps}: both must be at least 1")
+    target = options.module if options.module is not None else rest.pop(0)
+    watched = run_watched(
+        target, rest, module=options.module is not None, skip=options.skip, active=options.steps
+    )
+    sys.stdout.flush()
+    if watched.trace is None:
+        print(
+            f"hotloop: nothing was recorded: {watched.steps} optimizer steps were seen, and the window begins "
+            f"after {options.skip} (--skip)",
+            file=sys.stderr,
+        )
+        return watched.status
+    facts = report.gather_facts(watched.trace)
+    if options.html:
+        _write(options.html, report.make_html(watched.trace, facts))
+    if options.overlay:
+        _write(options.overlay, report.make_overlay(watched.trace))
+    print(_dump(facts) if options.json else report.format_page(facts), file=sys.stderr)
+    return watched.status
 
 
 def _read(path: str) -> Trace:

@@ -1,6 +1,7 @@
 """From a trained model to microseconds: exported graph, C source and header, shared library, Python callable."""
 
 from hotloop.native.build import build
+from hotloop.native.estimate import Estimate, estimate
 from hotloop.native.faults import (
     BuildError,
     InputError,
@@ -13,10 +14,13 @@ from hotloop.native.faults import (
 )
 from hotloop.native.handle import CompiledModel, load
 from hotloop.native.lowering import list_operations
+from hotloop.native.verify import Check, verify
 
 __all__ = [
     "BuildError",
+    "Check",
     "CompiledModel",
+    "Estimate",
     "InputError",
     "LibraryError",
     "NativeError",
@@ -25,6 +29,8 @@ __all__ = [
     "UnsupportedOpError",
     "VerificationError",
     "build",
+    "estimate",
     "list_operations",
     "load",
+    "verify",
 ]

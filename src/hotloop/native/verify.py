@@ -16,7 +16,16 @@ from torch import nn
 from hotloop.native.faults import VerificationError
 from hotloop.native.handle import CompiledModel
 
-__all__ = ["BOUND", "INT8_BOUND", "Check", "check_model", "make_reference", "measure_error", "run_compiled"]
+__all__ = [
+    "BOUND",
+    "INT8_BOUND",
+    "Check",
+    "check_model",
+    "make_reference",
+    "measure_error",
+    "run_compiled",
+    "verify",
+]
 
 # Relative to the largest element of the output: in this case, or where a case is not extreme, in any of the given and
 # random ones (one output near zero says nothing of the arithmetic).
@@ -201,6 +210,28 @@ def measure_error(
     if time:
         compiled.reset()
     return float(np.sqrt(lost / np.maximum(kept, 1e-60)).max())
+
+
+def verify(
+    compiled: CompiledModel,
+    model: nn.Module | torch.export.ExportedProgram,
+    example: torch.Tensor | Sequence[torch.Tensor] = (),
+) -> Check:
+    """Compare a library, loaded from anywhere, with the model that it was built from, on all kinds of inputs.
+
+    Args:
+        compiled: what `load` returned.
+        model: the module, or its exported program (then `example` may be left out).
+        example: a valid input, or one for each argument.
+    """
+    inputs = [example] if isinstance(example, torch.Tensor) else list(example)
+    if not isinstance(model, nn.Module):
+        if not inputs and model.example_inputs:
+            inputs = list(model.example_inputs[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = model.module()
+    return check_model(compiled, model, inputs)
 
 
 def _compare(

@@ -120,10 +120,9 @@ def _time(context: Context, call: Call) -> Time | None:
     key = context.time(call.args[1])
     if mask is not None and (not context.is_constant(mask) or context.shape(mask)[-2] != 1):
         return Time(time.dim, time.shift, True) if context.is_constant(mask) else None
-    if key is None:
-        return time
-    causal = bool(argument(call, 5, "is_causal", False))
-    return Time(time.dim, time.shift, not causal)
+    # without a causal mask, or against keys that are no ring, older positions had seen other keys than now
+    causal = bool(argument(call, 5, "is_causal", False)) and key is not None
+    return Time(time.dim, time.shift, time.pinned or not causal)
 
 
 register("scaled_dot_product_attention", Rule(_pull, _lower, _time))

@@ -246,7 +246,7 @@ def _time_product(context: Context, call: Call) -> Time | None:
         # both along time (scores of queries against keys): the queries' time stays, keys are a window
         if len(kept) == 2 and kept[0][0] != kept[1][0]:
             label, time = kept[0]
-            return Time(out.index(label), time.shift, time.pinned)
+            return Time(out.index(label), time.shift, True)
         return None
     label, time = kept[0]
     if a.count(label) and b.count(label) and len(found) < 2:
@@ -254,7 +254,10 @@ def _time_product(context: Context, call: Call) -> Time | None:
         if not context.is_constant(other):
             return None
         return Time(out.index(label), time.shift, True)
-    return Time(out.index(label), max(t.shift for _, t in kept), any(t.pinned for _, t in kept))
+    changing = any(context.time(ref) is None and not context.is_constant(ref) for ref in operands)
+    if call.op in ("addmm", "baddbmm"):
+        changing |= not context.is_constant(call.args[0])
+    return Time(out.index(label), max(t.shift for _, t in kept), changing or any(t.pinned for _, t in kept))
 
 
 register("matmul mm bmm mv addmm baddbmm einsum", Rule(_pull_product, _lower_product, _time_product))

@@ -57,12 +57,15 @@ def _time(count: int) -> Callable[[Context, Call], Time | None]:
             return None
         dim, pinned = found[0].dim, any(time.pinned for time in found)
         for ref in refs:
+            if context.time(ref) is not None:
+                continue
             own = dim - (rank - len(context.shape(ref)))
-            if context.time(ref) is None and own >= 0 and context.shape(ref)[own] != 1:
-                # a value for each position of the window (a mask, say) is right for the newest one only
-                if not context.is_constant(ref):
-                    return None
-                pinned = True
+            several = own >= 0 and context.shape(ref)[own] != 1
+            if several and not context.is_constant(ref):
+                return None
+            # a value for each position of the window (a mask, say) is right for the newest one only, and what is
+            # computed from the window (its mean, say) was another one at older positions
+            pinned |= several or not context.is_constant(ref)
         return Time(dim, max(time.shift for time in found), pinned)
 
     return find

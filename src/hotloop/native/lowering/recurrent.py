@@ -98,7 +98,8 @@ def _time(context: Context, call: Call) -> list[Time | None] | None:
     time = context.time(call.args[0])
     stack = _read(context, call)
     own = 1 if stack.batch_first and len(context.shape(call.args[0])) == 3 else 0
-    if time is None or time.dim != own or stack.directions == 2:
+    # what is right at the newest position only has no history that a state could have seen
+    if time is None or time.dim != own or time.pinned or stack.directions == 2:
         return None
     if not all(context.is_constant(value) for value in stack.initial):
         return None

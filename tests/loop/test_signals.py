@@ -139,12 +139,15 @@ def ended(tmp_path_factory):
     script = "from __future__ import annotations\n" + textwrap.dedent(inspect.getsource(train)) + NURSERY
     (home / "script.py").write_text(script)
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "HOTLOOP"))}
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, home / "script.py", home / "cases.json"],
         env={**variables, "HOTLOOP_PROGRESS": "0"},
+        capture_output=True,
+        text=True,
         timeout=240,
-        check=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr
     return {name: Ended(home / name) for name in CASES}
 
 

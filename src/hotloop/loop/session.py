@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotloop.errors import NonFiniteError
+from hotloop.errors import HotloopError, NonFiniteError
 from hotloop.hardware.processes import Processes
-from hotloop.loop.notebook import current_cell
+from hotloop.loop.notebook import Cell, current_cell
 from hotloop.loop.notes import Notes
 from hotloop.metrics import JsonLines, Log, Means, Progress, Sink
 from hotloop.runs import Record
@@ -21,8 +23,17 @@ from hotloop.settings import Settings
 
 __all__ = ["Session"]
 
-# The latest session of a notebook, with the cell that began it.
-_IN_NOTEBOOK: list[tuple[str, weakref.ref[Session]]] = []
+
+@dataclass
+class _Begun:
+    """The runs that one execution of a notebook's cell began, and those of the execution before it."""
+
+    execution: int
+    before: list[tuple[Path | None, weakref.ref[Session]]]
+    runs: list[tuple[Path | None, weakref.ref[Session]]] = field(default_factory=list)
+
+
+_CELLS: dict[str, _Begun] = {}
 
 
 class Session:
@@ -47,8 +58,10 @@ class Session:
         self.notes = Notes(speak=processes.is_main)
         self.means = Means(device, processes)
         self.ended = False
+        # a notebook keeps the last error of any cell for ever
+        self.error_before = id(getattr(sys, "last_value", None))
         cell = self.cell = current_cell()
-        again = self._same_cell(cell)
+        again = self._same_run(cell)
         self.record = self._open_record(again, device, processes, settings, config)
         self.folder: Path | None = self.record.folder if self.record is not None else None
         self.progress = Progress(clock=clock, samples=samples, enabled=None if processes.is_main else False)
@@ -58,24 +71,37 @@ class Session:
             if self.record is not None:
                 self.notes.keep = self.record.note
                 if self.record.metrics_path is not None and self.record.enabled:
-                    sinks.append(JsonLines(self.record.metrics_path))
+                    sinks += self._open_metrics(self.record.metrics_path)
             sinks += [self.progress, *trackers]
         self.log = Log(device, sinks)
         self.silent = not sinks
         if cell is not None:
-            _IN_NOTEBOOK[:] = [(cell, weakref.ref(self))]
+            _CELLS[cell.name].runs.append((self.folder, weakref.ref(self)))
+        # a loop that is let go of before the program ends: its run is over
+        self._let_go = weakref.finalize(self, _finish, self.record)
+        self._let_go.atexit = False
         atexit.register(_end_at_exit, weakref.ref(self))
 
-    def _same_cell(self, cell: str | None) -> Path | None:
-        """In a notebook, end the session before this one; the folder of its run if this cell began it."""
-        if cell is None or not _IN_NOTEBOOK:
+    def _same_run(self, cell: Cell | None) -> Path | None:
+        """In a notebook whose cell is run again: end what it began, and give the folder of the run it began in turn."""
+        if cell is None:
             return None
-        before, reference = _IN_NOTEBOOK[0]
-        session = reference()
-        if session is None:
-            return None
-        session.end("finished")
-        return session.folder if before == cell else None
+        begun = _CELLS.get(cell.name)
+        if begun is None or begun.execution != cell.execution:
+            begun = _CELLS[cell.name] = _Begun(cell.execution, begun.runs if begun is not None else [])
+            for _, reference in begun.before:
+                session = reference()
+                if session is not None:
+                    session.end("finished")
+        number = len(begun.runs)
+        return begun.before[number][0] if number < len(begun.before) else None
+
+    def _open_metrics(self, path: Path) -> list[Sink]:
+        try:
+            return [JsonLines(path)]
+        except OSError as error:
+            self.notes.say(f"logged values are not kept, training goes on: {error}")
+            return []
 
     def _open_record(
         self, again: Path | None, device: torch.device, processes: Processes, settings: Settings, config: Any
@@ -83,14 +109,19 @@ class Session:
         wish = settings["record"]
         if wish is False:
             return None
+        facts = {"values": settings.values, "sources": settings.sources}
         if again is not None and processes.is_main:
-            return Record.resume(again)
+            # its folder may have been deleted in between
+            with contextlib.suppress(HotloopError):
+                record = Record.resume(again)
+                record.update(config=config, settings=facts, seed=settings["seed"])
+                return record
         from hotloop.hardware.machine import describe_machine
 
         return Record.start(
             None if wish is True else wish,
             config=config,
-            settings={"values": settings.values, "sources": settings.sources},
+            settings=facts,
             seed=settings["seed"],
             device=device,
             processes=processes,
@@ -104,8 +135,16 @@ class Session:
         self.ended = True
         self.progress.end()
         self.log.close()
+        self._let_go.detach()
         if self.record is not None:
+            if self.log.dropped or self.log.lost:
+                self.record.update(rows_dropped=self.log.dropped, rows_lost=self.log.lost)
             self.record.finish(status, error, reason)
+
+
+def _finish(record: Record | None) -> None:
+    if record is not None:
+        record.finish("finished")
 
 
 def _end_at_exit(reference: weakref.ref[Session]) -> None:
@@ -114,6 +153,8 @@ def _end_at_exit(reference: weakref.ref[Session]) -> None:
     if session is None or session.ended:
         return
     error = getattr(sys, "last_value", None)
+    if error is not None and id(error) == session.error_before:
+        error = None
     if isinstance(error, KeyboardInterrupt):
         session.end("interrupted", error)
     elif isinstance(error, NonFiniteError):

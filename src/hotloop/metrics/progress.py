@@ -78,6 +78,9 @@ class Progress:
             return
         with self._lock:
             self._total_updates, self._total_epochs = total_updates, total_epochs
+            if self._thread is None:
+                # a new pass, maybe in another cell or in one that was cleared: a notebook gets a new output
+                self._display = None
         self.start()
 
     def start(self) -> None:

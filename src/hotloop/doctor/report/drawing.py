@@ -75,7 +75,8 @@ def draw_step(trace: Trace) -> str:
     calls = np.flatnonzero(inside)
     ops = timeline.events.rows(Category.OP)
     events = timeline.events
-    near = ops[(events.end_us[ops] > low) & (events.start_us[ops] < high)]
+    whole = events.names_matching(r"^ProfilerStep|^PyTorch Profiler")[events.name[ops]]
+    near = ops[(events.end_us[ops] > low) & (events.start_us[ops] < high) & ~whole]
     for thread in _main_threads(events.thread[near]):
         mine = near[events.thread[near] == thread]
         mine = mine[_outermost(events.start_us[mine], events.end_us[mine])]
@@ -140,7 +141,8 @@ def _tick(share: float, height: int, whole_ms: float) -> str:
     x = _LABEL + share * (_WIDTH - _LABEL)
     return (
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 22}" class="tick"/>'
-        f'<text x="{x - (44 if share == 1 else 0):.1f}" y="{height - 8}" class="tick">{share * whole_ms:.4g} ms</text>'
+        f'<text x="{x:.1f}" y="{height - 8}" class="tick" text-anchor="{"end" if share == 1 else "start"}">'
+        f"{share * whole_ms:.4g} ms</text>"
     )
 
 

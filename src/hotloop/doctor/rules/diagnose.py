@@ -79,9 +79,9 @@ def diagnose(case: Case) -> Diagnosis:
     """Run all rules, price and rank what they find.
 
     Each fix is replayed alone; fixes that save next to nothing alone are dropped, or called harmless if their events
-    take a good part of the window. The rest is ranked by that saving and applied one after the other: a finding's
-    seconds are what its fix still saves after those above it. `low` and `high` are the savings as the first and as
-    the last fix.
+    take a good part of the window. The rest is applied one after the other, always the one next that saves most: a
+    finding's seconds are what its fix still saves after those above it. `low` and `high` are the savings
+    as the first and as the last fix.
     """
     found: list[Finding] = []
     for rule in RULES:
@@ -132,32 +132,25 @@ def _price(case: Case, stalls: list[Finding], diagnosis: Diagnosis) -> None:
             priced.append(finding)
         else:
             rejected.append(finding)
-    priced.sort(key=lambda finding: -alone[id(finding)] * finding.trust)
-    for finding in _second_look(replay, priced, rejected, least):
-        if finding.weight_us >= 0.05 * replay.measured_us:
+    ranked, savings = _rank(replay, priced, rejected, least)
+    for finding in rejected:
+        if finding not in ranked and finding.weight_us >= 0.05 * replay.measured_us:
             saved = max(alone[id(finding)], 0.0)
             finding.kind, finding.seconds, finding.low, finding.high = "harmless", 0.0, 0.0, saved / 1e6
             finding.evidence.append(f"without it the replay takes {saved / 1000:.3g} ms less")
             diagnosis.harmless.append(finding)
-    edits: list[Edit] = []
-    before = base
-    everything = [finding.edit for finding in priced if finding.edit is not None]
+    everything = [finding.edit for finding in ranked if finding.edit is not None]
     final = replay.run(everything) if everything else base
-    for finding in priced:
-        assert finding.edit is not None
-        edits.append(finding.edit)
-        after = replay.run(edits)
-        saved = max(before - after, 0.0)
-        before = min(before, after)
+    for finding, saved in zip(ranked, savings, strict=True):
         others = [edit for edit in everything if edit is not finding.edit]
-        last = replay.run(others) - final if others else alone[id(finding)]
+        last = replay.run(others) - final if others else saved
         first = alone[id(finding)]
         if finding.optimistic is not None:
             first = max(first, base - replay.run([finding.optimistic]))
         finding.seconds = saved / 1e6
         finding.low, finding.high = max(min(saved, last), 0.0) / 1e6, max(saved, first, last) / 1e6
     diagnosis.findings = [f for f in diagnosis.findings if f.edit is None]
-    kept = [finding for finding in priced if (finding.seconds or 0.0) * 1e6 >= 0.2 * least]
+    kept = [finding for finding in ranked if (finding.seconds or 0.0) * 1e6 >= 0.2 * least]
     # the order in which they were priced: each is worth its seconds only after those above it
     diagnosis.findings = kept + sorted(diagnosis.findings, key=lambda f: -f.weight_us)
     # a finding without a price, such as a straggler, may still be what matters most
@@ -167,25 +160,40 @@ def _price(case: Case, stalls: list[Finding], diagnosis: Diagnosis) -> None:
             diagnosis.findings.insert(0, finding)
 
 
-def _second_look(
+def _rank(
     replay: Replay, priced: list[Finding], rejected: list[Finding], least: float
-) -> list[Finding]:
-    """Append to `priced` device work that costs time once everything there is repaired; returns the rest.
+) -> tuple[list[Finding], list[float]]:
+    """(findings in order of repair, what each saves after those before it): always the one next that saves most.
 
-    A host that no longer stalls leaves the device as the limit: that is when its slow kernels begin to matter.
+    Slow device work that saves nothing alone is a candidate, too, once something is repaired: a host that no longer
+    stalls leaves the device as the limit.
     """
-    rest = []
-    edits = [finding.edit for finding in priced if finding.edit is not None]
-    for finding in rejected:
-        assert finding.edit is not None
-        device = finding.edit.work is not None
-        if device and edits and replay.run(edits) - replay.run([*edits, finding.edit]) >= least:
-            finding.evidence.append("costs time only once the findings above are repaired")
-            priced.append(finding)
-            edits.append(finding.edit)
+    waiting = list(priced)
+    slow = [finding for finding in rejected if finding.edit is not None and finding.edit.work is not None]
+    ranked: list[Finding] = []
+    savings: list[float] = []
+    edits: list[Edit] = []
+    now = replay.replayed_us
+    while waiting or (slow and ranked):
+        after: dict[int, float] = {}
+        for finding in [*waiting, *(slow if ranked else [])]:
+            assert finding.edit is not None
+            after[id(finding)] = replay.run([*edits, finding.edit])
+        late = [finding for finding in slow if id(finding) in after and now - after[id(finding)] >= least]
+        if not waiting and not late:
+            break
+        best = max([*waiting, *late], key=lambda finding: (now - after[id(finding)]) * finding.trust)
+        assert best.edit is not None
+        if best in late:
+            best.evidence.append("costs time only once the findings above are repaired")
+            slow.remove(best)
         else:
-            rest.append(finding)
-    return rest
+            waiting.remove(best)
+        ranked.append(best)
+        edits.append(best.edit)
+        savings.append(max(now - after[id(best)], 0.0))
+        now = min(now, after[id(best)])
+    return ranked, savings
 
 
 def _merged(case: Case, stalls: list[Finding]) -> list[Finding]:

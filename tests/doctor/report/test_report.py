@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -135,3 +137,24 @@ def test_every_real_trace_can_be_told_in_every_form(traces: Path) -> None:
         assert checker.open == []
         told += 1
     assert told > 40
+
+
+BROWSER = next(
+    (path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None
+)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser")
+def test_a_real_browser_shows_the_page(pair: tuple[Trace, Trace], tmp_path: Path) -> None:
+    assert BROWSER is not None
+    page = tmp_path / "report.html"
+    page.write_text(report.make_html(pair[0]))
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user"]
+    done = subprocess.run(
+        [*command, "--enable-logging=stderr", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert 'id="verdict">The device waits for the data loader' in done.stdout
+    assert done.stdout.count("<rect") > 20
+    assert "CONSOLE" not in done.stderr

@@ -1,6 +1,7 @@
-"""A running script watched from outside: a short window of its steps recorded, its code and output untouched."""
+"""A running script watched from outside, or a stretch of code recorded: the steps of a program as it runs."""
 
+from hotloop.doctor.live.block import Window, window
 from hotloop.doctor.live.script import Watched, run_watched
 from hotloop.doctor.live.watch import Watch
 
-__all__ = ["Watch", "Watched", "run_watched"]
+__all__ = ["Watch", "Watched", "Window", "run_watched", "window"]

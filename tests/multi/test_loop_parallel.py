@@ -13,7 +13,6 @@ def check_all(rank, world):
     import pickle
 
     import torch
-
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import nn

@@ -33,7 +33,8 @@ examples:
   hotloop doctor trace.json.gz --html report.html    the same as a page, with a timeline
   hotloop doctor before.json --against after.json    two traces compared
   hotloop doctor traces/ --json | jq .verdict        all ranks of a run
-  hotloop doctor train.py --epochs 1                 run and watch a script"""
+  hotloop doctor train.py --epochs 1                 run and watch a script
+  hotloop doctor --virtual-gpu train.py              on the CPU: what would make a GPU wait"""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "-m", "--module", metavar="MODULE", help="run and watch a module, as `python -m` does"
+    )
+    parser.add_argument(
+        "--virtual-gpu",
+        action="store_true",
+        help="without a GPU: list the lines of a script that would wait for one",
     )
     parser.add_argument(
         "--skip", type=int, default=10, metavar="N", help="steps before the window (default: 10)"
@@ -100,6 +106,8 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
     if options.skip < 1 or options.steps < 1:
         raise HotloopError(f"--skip {options.skip} --steps {options.steps}: both must be at least 1")
     target = options.module if options.module is not None else rest.pop(0)
+    if options.virtual_gpu:
+        return _list_stalls(target, rest, module=options.module is not None, as_json=options.json)
     watched = run_watched(
         target, rest, module=options.module is not None, skip=options.skip, active=options.steps
     )
@@ -118,6 +126,20 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
         _write(options.overlay, report.make_overlay(watched.trace))
     print(_dump(facts) if options.json else report.format_page(facts), file=sys.stderr)
     return watched.status
+
+
+def _list_stalls(target: str, rest: list[str], *, module: bool, as_json: bool) -> int:
+    from hotloop.doctor.live import run_virtually
+
+    status, stalls = run_virtually(target, rest, module=module)
+    sys.stdout.flush()
+    if as_json:
+        print(_dump([{**vars(stall), "why": stall.why} for stall in stalls]), file=sys.stderr)
+    elif stalls:
+        print(f"{len(stalls)} lines would make a GPU wait:", *stalls, sep="\n", file=sys.stderr)
+    else:
+        print("no line would make a GPU wait", file=sys.stderr)
+    return status
 
 
 def _read(path: str) -> Trace:

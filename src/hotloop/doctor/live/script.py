@@ -6,17 +6,19 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotloop.doctor.live.virtual import Stall, VirtualDevice
 from hotloop.doctor.live.watch import Watch
 from hotloop.doctor.recorded import Trace
 from hotloop.doctor.rules.finding import Finding
 from hotloop.doctor.trace.stream import TraceError
 from hotloop.stalls import Sync
 
-__all__ = ["Watched", "run_watched"]
+__all__ = ["Watched", "run_virtually", "run_watched"]
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,41 @@ def run_watched(
     Raises:
         TraceError: there is no such script.
     """
-    if not module and not Path(target).is_file():
-        raise TraceError(f"there is no script {target}")
-    before = sys.argv, sys.path[0]
-    sys.argv = [target, *arguments]
-    sys.path[0] = os.getcwd() if module else str(Path(target).resolve().parent)
-    with Watch(skip=skip, active=active) as watch:
+    with _as_script(target, arguments, module=module), Watch(skip=skip, active=active) as watch:
         status = _run(target, module=module)
-    sys.argv, sys.path[0] = before
     priced, placed = watch.traces()
     if priced is not None:
         priced.name = target
     if priced is not None and placed is not None:
         _place_findings(priced, placed, watch.syncs)
     return Watched(status, watch.steps, priced)
+
+
+def run_virtually(target: str, arguments: Sequence[str], *, module: bool = False) -> tuple[int, list[Stall]]:
+    """Run a script as `run_watched` does, and list the lines at which a GPU would have to be waited for.
+
+    Returns:
+        The script's exit status, and the lines, the most frequent first.
+
+    Raises:
+        TraceError: there is no such script.
+    """
+    with _as_script(target, arguments, module=module), VirtualDevice() as device:
+        status = _run(target, module=module)
+    return status, device.stalls()
+
+
+@contextmanager
+def _as_script(target: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
+    if not module and not Path(target).is_file():
+        raise TraceError(f"there is no script {target}")
+    before = sys.argv, sys.path[0]
+    sys.argv = [target, *arguments]
+    sys.path[0] = os.getcwd() if module else str(Path(target).resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0] = before
 
 
 def _run(target: str, *, module: bool) -> int:

@@ -131,6 +131,8 @@ class Preparer:
         updates.install()
         self.updates.append(updates)
         self.registry.optimizers.append(optimizer)
+        if any(getattr(s, "optimizer", None) is optimizer for s in self.registry.schedulers):
+            self._bind_schedulers(optimizer)
         return optimizer
 
     def _check_parameters(self, optimizer: Any) -> None:
@@ -155,10 +157,23 @@ class Preparer:
 
     def _scheduler(self, scheduler: Any) -> Any:
         if id(scheduler) not in self._schedules:
-            updates = updates_of(getattr(scheduler, "optimizer", None))
-            self._schedules[id(scheduler)] = bind_scheduler(scheduler, updates, self._window)
             self.registry.schedulers.append(scheduler)
+            self._bind_schedulers(getattr(scheduler, "optimizer", None))
         return scheduler
+
+    def _bind_schedulers(self, optimizer: Any) -> None:
+        """Bind all schedulers of `optimizer`, whichever of them and it came first."""
+        updates = updates_of(optimizer)
+        mine = [s for s in self.registry.schedulers if getattr(s, "optimizer", None) is optimizer]
+        for scheduler in mine:
+            self._schedules[id(scheduler)] = bind_scheduler(
+                scheduler, updates, self._window, alone=len(mine) == 1
+            )
+        if len(mine) > 1 and isinstance(updates, ResidentUpdates):
+            self._say(
+                f"{type(optimizer).__name__} has {len(mine)} schedulers: they are stepped on the host, where it is not "
+                "known in time which updates were refused"
+            )
 
     def _loader(self, source: Any) -> Loader:
         if isinstance(source, Loader):

@@ -21,10 +21,17 @@ _ROWS_AHEAD = 1024
 
 
 def bind_scheduler(
-    scheduler: Any, updates: HostUpdates | ResidentUpdates | None, window: Window
+    scheduler: Any, updates: HostUpdates | ResidentUpdates | None, window: Window, *, alone: bool = True
 ) -> HostSchedule | ResidentSchedule:
-    """Let calls on `scheduler` come to the schedule returned."""
-    if isinstance(updates, ResidentUpdates) and not is_metric_driven(scheduler):
+    """Let calls on `scheduler` come to the schedule returned.
+
+    A table on the device is for a scheduler that is `alone` with its optimizer: several change one learning rate in
+    turns, which no one of them can foresee.
+    """
+    before = getattr(scheduler.step, "__self__", None)
+    if isinstance(before, HostSchedule | ResidentSchedule):
+        before.remove()
+    if alone and isinstance(updates, ResidentUpdates) and not is_metric_driven(scheduler):
         schedule: HostSchedule | ResidentSchedule = ResidentSchedule(scheduler, updates, window)
     else:
         schedule = HostSchedule(scheduler, updates, window)
@@ -49,6 +56,10 @@ class HostSchedule:
         self.scheduler.step = self.step
         self.scheduler.state_dict = self.state_dict
         self.scheduler.load_state_dict = self.load_state_dict
+
+    def remove(self) -> None:
+        """Give the scheduler its own methods back."""
+        _remove(self.scheduler)
 
     def _note_counts(self) -> None:
         updates = self._updates
@@ -75,6 +86,11 @@ class HostSchedule:
         """Put back what `state_dict` returned."""
         self._load(state)
         self._note_counts()
+
+
+def _remove(scheduler: Any) -> None:
+    for name in _REPLACED:
+        scheduler.__dict__.pop(name, None)
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +158,14 @@ class ResidentSchedule:
         self.scheduler.get_last_lr = self.get_last_lr
         self.scheduler.state_dict = self.state_dict
         self.scheduler.load_state_dict = self.load_state_dict
+
+    def remove(self) -> None:
+        """Give the scheduler its own methods back, where the applied updates have brought it; waits for the device."""
+        self._catch_up()
+        _remove(self.scheduler)
+        for group, lr in zip(self._optimizer.param_groups, self._shadow.rows[self._moved], strict=True):
+            group["lr"] = lr
+        self._updates.host_schedule = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance if the update before was applied; the device decides."""

@@ -1,0 +1,182 @@
+"""Schedules: one step for each applied update, and the rates that torch's own schedulers give."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+KINDS = ["host", "resident"]
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.1),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 9),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, [lambda k: 0.9**k, lambda k: 1 / (1 + k)]),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.95),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def make(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True if kind == "resident" else None)
+    return model, optimizer
+
+
+def step(loop, model, optimizer, bad=False):
+    loop.backward(model(torch.ones(4, 3)).square().mean() * (float("nan") if bad else 1.0))
+    optimizer.step()
+
+
+def rates(optimizer):
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_rates_and_momenta_are_torchs(make_loop, kind, name):
+    loop = make_loop(kind)
+    model, optimizer = make(kind)
+    model, optimizer, schedule = loop.prepare(model, optimizer, SCHEDULERS[name](optimizer))
+    _, theirs = make("host")
+    reference = SCHEDULERS[name](theirs)
+    for _ in range(18):
+        step(loop, model, optimizer)
+        schedule.step()
+        optimizer.zero_grad()
+        theirs.step()
+        reference.step()
+        assert schedule.get_last_lr() == pytest.approx([float(v) for v in reference.get_last_lr()])
+        assert rates(optimizer) == pytest.approx(rates(theirs), rel=1e-6)
+        ours = [group["momentum"] for group in optimizer.param_groups]
+        assert ours == pytest.approx([group["momentum"] for group in theirs.param_groups])
+    ours, wanted = schedule.state_dict(), reference.state_dict()
+    assert set(ours) == set(wanted)
+    assert ours["last_epoch"] == wanted["last_epoch"] if "last_epoch" in wanted else True
+    # a scheduler of torch's own takes the state up
+    _, fresh = make("host")
+    other = SCHEDULERS[name](fresh)
+    other.load_state_dict(ours)
+    assert other.get_last_lr() == pytest.approx([float(v) for v in reference.get_last_lr()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [{0}, {3, 4, 9}, {11}])
+def test_refused_updates_do_not_count(make_loop, kind, bad):
+    loop = make_loop(kind, nonfinite="skip")
+    model, optimizer = make(kind)
+    model, optimizer, schedule = loop.prepare(model, optimizer, lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for i in range(12):
+        step(loop, model, optimizer, i in bad)
+        schedule.step()
+        optimizer.zero_grad()
+    assert schedule.get_last_lr() == pytest.approx([r * 0.5 ** (12 - len(bad)) for r in (0.1, 0.02)])
+    assert schedule.state_dict()["last_epoch"] == 12 - len(bad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("together", [True, False])
+def test_two_schedulers_of_one_optimizer_multiply(make_loop, kind, together):
+    loop = make_loop(kind)
+    model, optimizer = make(kind)
+    first, second = lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)
+    if together:
+        model, optimizer, first, second = loop.prepare(model, optimizer, first, second)
+    else:
+        model, optimizer, first = loop.prepare(model, optimizer, first)
+        for _ in range(3):
+            step(loop, model, optimizer)
+            first.step()
+        second = loop.prepare(second)
+    _, theirs = make("host")
+    references = [lr_scheduler.ExponentialLR(theirs, 0.9), lr_scheduler.StepLR(theirs, 2, 0.5)]
+    for _ in range(0 if together else 3):
+        theirs.step()
+        references[0].step()
+    for _ in range(5):
+        step(loop, model, optimizer)
+        theirs.step()
+        for ours, torchs in zip((first, second), references, strict=True):
+            ours.step()
+            torchs.step()
+    assert rates(optimizer) == pytest.approx(rates(theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warmup_and_plateau_of_one_optimizer(make_loop, kind):
+    loop = make_loop(kind)
+    model, optimizer = make(kind)
+    warmup = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    model, optimizer, warmup, plateau = loop.prepare(model, optimizer, warmup, plateau)
+    for metric in (1.0, 2.0, 2.0):
+        for _ in range(2):
+            step(loop, model, optimizer)
+            warmup.step()
+        plateau.step(metric)
+    assert rates(optimizer) == pytest.approx([0.001, 0.0002])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_prepared_before_its_optimizer(make_loop, kind):
+    loop = make_loop(kind, nonfinite="skip")
+    model, optimizer = make(kind)
+    schedule = loop.prepare(lr_scheduler.ExponentialLR(optimizer, 0.5))
+    model, optimizer = loop.prepare(model, optimizer)
+    for i in range(6):
+        step(loop, model, optimizer, i == 2)
+        schedule.step()
+        optimizer.zero_grad()
+    assert schedule.get_last_lr() == pytest.approx([0.1 / 32, 0.02 / 32])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_loop_takes_objects_over(make_loop, kind):
+    model, optimizer = make(kind)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        loop = make_loop(kind)
+        model, optimizer, schedule = loop.prepare(model, optimizer, schedule)
+        for _ in range(3):
+            step(loop, model, optimizer)
+            schedule.step()
+            optimizer.zero_grad()
+        assert loop.updates == 3
+    assert schedule.get_last_lr() == pytest.approx([0.1 / 64, 0.02 / 64])
+    assert schedule.state_dict()["last_epoch"] == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_once_an_epoch_whatever_became_of_the_last_update(make_loop, kind):
+    loop = make_loop(kind, nonfinite="skip")
+    model, optimizer = make(kind)
+    model, optimizer, schedule = loop.prepare(model, optimizer, lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for _ in range(3):
+        for i in range(4):
+            step(loop, model, optimizer, i == 3)
+            optimizer.zero_grad()
+        schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.1 / 8, 0.02 / 8])
+
+
+def test_a_table_longer_than_it_was_filled(make_loop):
+    loop = make_loop("resident", nonfinite="ignore")
+    model, optimizer = make("resident")
+    model, optimizer, schedule = loop.prepare(
+        model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    )
+    for _ in range(2500):
+        schedule.step()
+    assert rates(optimizer) == pytest.approx([0.1 / 2501, 0.02 / 2501], rel=1e-6)

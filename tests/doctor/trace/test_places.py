@@ -118,3 +118,19 @@ def test_exact_lines_of_old_traces(machine, tmp_path: Path) -> None:
         m.launch(3)
     timeline = read(m.write(tmp_path / "a.json")).timeline
     assert str(find_place(timeline, int(timeline.call_rows[0]))) == "work/train.py:31 in main"
+
+
+@pytest.mark.parametrize(("file", "library"), [
+    ("torch/nn/modules/module.py", True), ("/usr/lib/python3.11/contextlib.py", True), ("contextlib.py", True),
+    ("/x/site-packages/foo/a.py", True), ("train.py", False), ("/home/me/hotloop/train.py", False),
+    ("/data/torch/train.py", False), ("vllm/engine.py", False),
+])  # fmt: skip
+def test_the_programs_own_files_are_told_from_libraries(
+    file: str, library: bool, machine, tmp_path: Path
+) -> None:
+    m = machine()
+    with m.span("mine.py(1): main", "python_function"), m.span(f"{file}(7): f", "python_function"):
+        m.item()
+    timeline = read(m.write(tmp_path / "a.json")).timeline
+    place = find_place(timeline, int(timeline.call_rows[0]))
+    assert place.file == ("mine.py" if library else file)

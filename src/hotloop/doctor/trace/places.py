@@ -18,9 +18,26 @@ __all__ = ["Place", "find_place", "ignored_rules"]
 
 _FRAME = re.compile(r"^(?P<file>.+?\.py)\((?P<line>\d+)\): (?P<function>.+)$")
 _BUILTIN = re.compile(r"^<built-in (?:method|function) (?P<name>\w+)")
+# Kineto cuts the beginning of a path that is on sys.path: `torch/...` is the library, `/home/me/torch/...` is not.
 _LIBRARY = re.compile(
-    r"(^|/)(torch|torchvision|torchaudio|numpy|contextlib|functools|threading|runpy|enum|typing|warnings|inspect)(/|\.py)"
-    r"|site-packages/|dist-packages/|/lib/python\d|^<|^nn\.Module|importlib|hotloop/"
+    r"^(?:torch|torchvision|torchaudio|numpy|hotloop|importlib)/|pytorch/torch/|src/hotloop/"
+    r"|site-packages/|dist-packages/|/lib/python\d|^<|^nn\.Module"
+)
+# modules of the standard library that stand between a program and torch, when their path was cut to the name
+_STANDARD = frozenset(
+    f"{name}.py"
+    for name in (
+        "contextlib",
+        "functools",
+        "threading",
+        "runpy",
+        "enum",
+        "typing",
+        "warnings",
+        "inspect",
+        "queue",
+        "copy",
+    )
 )
 _IGNORE = re.compile(r"#\s*hotloop:\s*ignore\[([\w\-, ]+)\]")
 
@@ -87,9 +104,9 @@ def find_place(timeline: Timeline, row: int) -> Place:
             if not place.file and built_in:
                 place.method = place.method or built_in["name"]
                 place.callee = built_in["name"]
-            elif not place.file and frame and _LIBRARY.search(frame["file"]):
+            elif not place.file and frame and _is_library(frame["file"]):
                 place.callee = frame["function"]
-            if frame and not place.file and not _LIBRARY.search(frame["file"]):
+            if frame and not place.file and not _is_library(frame["file"]):
                 place.file, place.line = frame["file"], int(frame["line"])
                 place.function = frame["function"]
     if place.file and place.line:
@@ -97,11 +114,15 @@ def find_place(timeline: Timeline, row: int) -> Place:
     return place
 
 
+def _is_library(file: str) -> bool:
+    return file in _STANDARD or _LIBRARY.search(file) is not None
+
+
 def _from_text(stack: str, place: Place) -> None:
     """From the `Call stack` text of 2021's traces: `file.py(line): function;...`, innermost first, exact lines."""
     for part in stack.split(";"):
         frame = _FRAME.match(part.strip())
-        if frame and not _LIBRARY.search(frame["file"]):
+        if frame and not _is_library(frame["file"]):
             place.file, place.line, place.function = frame["file"], int(frame["line"]), frame["function"]
             place.exact = True
             return

@@ -180,3 +180,21 @@ def test_a_table_longer_than_it_was_filled(make_loop):
     for _ in range(2500):
         schedule.step()
     assert rates(optimizer) == pytest.approx([0.1 / 2501, 0.02 / 2501], rel=1e-6)
+
+
+def test_refusals_of_another_optimizer_hold_no_schedule_back(make_loop):
+    """Rates that are numbers follow what the host hears, optimizer by optimizer."""
+    loop = make_loop("resident", nonfinite="skip")
+    models, optimizers = zip(*(make("host") for _ in range(2)), strict=True)
+    schedules = [lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    loop.prepare(list(models), list(optimizers), schedules)
+    for i in range(20):
+        for number in (0, 1):
+            step(loop, models[number], optimizers[number], bad=number == 0 and i % 2 == 0 and i < 10)
+            schedules[number].step()
+            optimizers[number].zero_grad()
+    loop.end_training()
+    for number, refused in ((0, 5), (1, 0)):
+        wanted = [rate * 0.5 ** (20 - refused) for rate in (0.1, 0.02)]
+        assert schedules[number].get_last_lr() == pytest.approx(wanted)
+        assert rates(optimizers[number]) == pytest.approx(wanted)

@@ -132,7 +132,7 @@ class ResidentSchedule:
         self._table.extend(self._shadow.rows)
         self._calls = 0
         self._moved = 0
-        self._refused_before = self._updates.state.seen().refused
+        self._heard_before = self._updates.verdict.heard
         self._issued = self._updates.issued
         self._on_device = takes_device_rate(self._optimizer)
         self._updates.host_schedule = self._shadow.cycles_others or not self._on_device
@@ -150,7 +150,7 @@ class ResidentSchedule:
 
     def _known(self) -> int:
         """The row in force as far as the host has heard: refused updates reach it late."""
-        return max(self._calls - (self._updates.state.seen().refused - self._refused_before), 0)
+        return max(self._calls - (self._updates.verdict.heard - self._heard_before), 0)
 
     def install(self) -> None:
         """Put `step`, `get_last_lr` and the state methods in place of the scheduler's own."""

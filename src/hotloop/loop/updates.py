@@ -379,7 +379,7 @@ class ResidentUpdates(Updates):
 
         def finish() -> None:
             self._finish()
-            state.keep_pace(counted)
+            state.keep_pace(counted, self.verdict)
             self._after(self)
 
         state.after_step(finish)

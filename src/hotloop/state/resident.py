@@ -25,11 +25,13 @@ class Verdict:
         flags: float32 [2] on the device: refuse this update; and: it was non-finite (not a mere fp16 overflow).
         refuse: view of the first flag, 0-d, exactly 0. or 1. (what torch's fused kernels want as found_inf).
         bad: view of the second.
+        heard: refusals of this optimizer that the host knows of.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.flags = torch.zeros(2, device=device)
         self.refuse, self.bad = self.flags[0], self.flags[1]
+        self.heard = 0
 
 
 class ResidentState:
@@ -158,9 +160,9 @@ class ResidentState:
             self._wishes.add_(wishes)
         return self._counts if self.watching or self.scale is not None or wishes is not None else None
 
-    def keep_pace(self, counted: torch.Tensor | None) -> None:
+    def keep_pace(self, counted: torch.Tensor | None, verdict: Verdict) -> None:
         """Send what `count` returned to the host, and wait if the host is too far ahead."""
-        self._pace.mark(counted)
+        self._pace.mark(counted, verdict)
 
     def after_step(self, effect: Callable[[], None]) -> None:
         """Do what the host has to do for a step: now, or after each replay if the step is being captured."""
@@ -238,18 +240,23 @@ class Pace:
         self._events: list[Any] = [
             torch.Event(device) if device.type != "cpu" else None for _ in range(depth)
         ]
+        self._owners: list[Verdict | None] = [None] * depth
         self._marks = 0
         self.known: tuple[int, list[float]] = (0, [0.0] * 4)
         self.since_nonzero = 0
 
-    def mark(self, counts: torch.Tensor | None) -> None:
-        """Queue a copy of `counts` (float32 [4] or 0-d) behind this update's work; wait for `depth` updates ago."""
+    def mark(self, counts: torch.Tensor | None, owner: Verdict | None = None) -> None:
+        """Queue a copy of `counts` (float32 [4] or 0-d) behind this update's work; wait for `depth` updates ago.
+
+        `owner` is told of the refusals that the copy shows to be new.
+        """
         depth = len(self._events)
         slot = self._marks % depth
         if self._marks - self.known[0] >= depth:
             self._hear(self._marks - depth)
         if counts is not None:
             (self._whole if counts.dim() else self._first)[slot].copy_(counts, non_blocking=True)
+        self._owners[slot] = owner
         event = self._events[slot]
         if event is not None:
             event.record()
@@ -274,5 +281,8 @@ class Pace:
         if event is not None and not event.query():
             event.synchronize()
         row: list[float] = self._values[slot].tolist()
+        owner = self._owners[slot]
+        if owner is not None and row[0] > self.known[1][0]:
+            owner.heard += int(row[0] - self.known[1][0])
         self.known = (mark + 1, row)
         self.since_nonzero += self.since_nonzero > 0 or row[0] != 0.0

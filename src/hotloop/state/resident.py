@@ -67,7 +67,7 @@ class ResidentState:
         self._counts = torch.zeros(4, device=device)
         self._refused, self._both, self._wishes = self._counts[0], self._counts[0:2], self._counts[2:4]
         self._sticky = nonfinite == "stop" and scale is None
-        self._before = (0.0, 0.0)
+        self._optimizers = 0
         self._pace = Pace(device, run_ahead)
 
     def share_losses(self) -> torch.Tensor:
@@ -77,6 +77,9 @@ class ResidentState:
 
     def new_verdict(self) -> Verdict:
         """The verdict for one more optimizer: shared by all where the first bad one stops all."""
+        self._optimizers += 1
+        if self.scale is not None:
+            self.scale.deferred = self._optimizers > 1
         return Verdict(self.device) if self.nonfinite == "skip" else self._shared
 
     def note_loss(self, loss: torch.Tensor) -> None:

@@ -13,6 +13,11 @@ class LossScale:
     Halved when a gradient overflows, doubled after `interval` updates without one, as in Micikevicius et al.
     (2018), "Mixed Precision Training". It never falls below `floor`: an overflow there means that the
     numbers themselves are not finite.
+
+    Attributes:
+        value: the scale in force, float32 0-d.
+        deferred: change the scale at the next backward only: gradients of several optimizers may be waiting, all scaled
+            by the value in force.
     """
 
     def __init__(
@@ -21,10 +26,14 @@ class LossScale:
         self.value = torch.full((), initial, device=device)
         self.interval = interval
         self.floor = floor
+        self.deferred = False
+        self._waiting = False
+        self._overflow = torch.zeros((), device=device)
         self._quiet = torch.zeros((), dtype=torch.int32, device=device)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to backpropagate."""
+        self._catch_up()
         return loss.float() * self.value
 
     def inverse(self, factor: float | torch.Tensor) -> torch.Tensor:
@@ -39,14 +48,30 @@ class LossScale:
 
     def update(self, overflow: torch.Tensor) -> None:
         """Lower or raise the scale after an update; `overflow` is 0. or 1., 0-d."""
+        if not self.deferred:
+            self._move(overflow)
+        elif self._waiting:
+            torch.maximum(self._overflow, overflow, out=self._overflow)
+        else:
+            self._overflow.copy_(overflow)
+            self._waiting = True
+
+    def _catch_up(self) -> None:
+        if self._waiting:
+            self._move(self._overflow)
+            self._waiting = False
+
+    def _move(self, overflow: torch.Tensor) -> None:
         torch._amp_update_scale_(self.value, self._quiet, overflow, 2.0, 0.5, self.interval)
         self.value.clamp_(min=self.floor)
 
     def state_dict(self) -> dict[str, float]:
         """Scale and updates since the last overflow; waits for the device."""
+        self._catch_up()
         return {"scale": self.value.item(), "quiet": int(self._quiet.item())}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Put back what `state_dict` returned."""
+        self._waiting = False
         self.value.fill_(state["scale"])
         self._quiet.fill_(int(state["quiet"]))

@@ -1,0 +1,110 @@
+"""Which way an optimizer can be refused an update, and that a refused one leaves no trace."""
+
+import copy
+
+import pytest
+import torch
+
+import hotloop
+from hotloop.optim import MaskedStep, choose_route, prefer_fused, takes_device_rate
+
+
+def parameter():
+    return torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD([p], lr=0.1),
+    "momentum": lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.1),
+    "nesterov": lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop([p], lr=0.1, centered=True, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad([p], lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta([p], lr=1.0),
+    "asgd": lambda p: torch.optim.ASGD([p], lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop([p], lr=0.1),
+}
+
+
+def test_routes():
+    p = parameter()
+    assert choose_route(torch.optim.AdamW([p], fused=True), "skip") == "fused"
+    assert choose_route(torch.optim.SGD([p], lr=0.1, fused=True), "stop") == "fused"
+    assert (
+        choose_route(torch.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5, fused=True), "skip")
+        == "masked"
+    )
+    assert choose_route(torch.optim.SGD([p], lr=0.1), "skip") == "masked"
+    assert choose_route(torch.optim.SGD([p], lr=0.1), "ignore") == "none"
+    assert choose_route(torch.optim.NAdam([p]), "stop") == "none"
+    with pytest.raises(hotloop.HotloopError, match="NAdam cannot skip"):
+        choose_route(torch.optim.NAdam([p]), "skip")
+
+
+def test_momentum_begins_at_zero_which_is_torchs_first_step():
+    """A fused first step that is refused would keep a buffer of uninitialised memory."""
+    p, q = parameter(), parameter()
+    ours = torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True)
+    theirs = torch.optim.SGD([q], lr=0.1, momentum=0.9)
+    assert choose_route(ours, "skip") == "fused"
+    assert torch.equal(ours.state[p]["momentum_buffer"], torch.zeros(2))
+    ours.found_inf = torch.tensor(1.0)
+    p.grad = torch.full((2,), float("nan"))
+    ours.step()
+    assert torch.equal(p, q)
+    assert torch.equal(ours.state[p]["momentum_buffer"], torch.zeros(2))
+    ours.found_inf = torch.tensor(0.0)
+    for _ in range(3):
+        p.grad, q.grad = torch.ones(2), torch.ones(2)
+        ours.step()
+        theirs.step()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("bad", [{0}, {1, 2}, {0, 3}])
+def test_masked_steps_leave_no_trace(name, bad):
+    p, q = parameter(), parameter()
+    ours, theirs = OPTIMIZERS[name](p), OPTIMIZERS[name](q)
+    if choose_route(ours, "stop") != "masked":
+        pytest.skip("counts its steps on the host")
+    masked = MaskedStep(ours, ours.step, "stop")
+    for i in range(5):
+        value = float("nan") if i in bad else 0.5 + i
+        p.grad = torch.full((2,), value)
+        masked(torch.tensor(float(i in bad)))
+        if i not in bad:
+            q.grad = torch.full((2,), value)
+            theirs.step()
+        assert torch.equal(p, q)
+    for ours_state, theirs_state in zip(ours.state.values(), theirs.state.values(), strict=True):
+        for key, value in theirs_state.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(ours_state[key], value), key
+
+
+def test_an_optimizer_that_shows_its_host_state_late_is_an_error_for_skip():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.state[self.param_groups[0]["params"][0]]["count"] = 1
+
+    p = parameter()
+    optimizer = Counting([p], lr=0.1)
+    masked = MaskedStep(optimizer, optimizer.step, "skip")
+    p.grad = torch.ones(2)
+    with pytest.raises(hotloop.HotloopError, match=r"Counting cannot skip.*'count' is a Python number"):
+        masked(torch.tensor(0.0))
+
+
+def test_fused_is_preferred_only_where_the_user_left_it_open():
+    p = parameter()
+    for optimizer in (torch.optim.Adam([p]), torch.optim.RMSprop([p])):
+        before = copy.deepcopy(optimizer.param_groups[0].get("fused"))
+        assert not prefer_fused(optimizer)  # on the CPU nothing is to be won
+        assert optimizer.param_groups[0].get("fused") == before
+
+
+def test_rates_on_the_device():
+    p = parameter()
+    assert takes_device_rate(torch.optim.AdamW([p], fused=True))
+    assert not takes_device_rate(torch.optim.SGD([p], lr=0.1))

@@ -111,7 +111,9 @@ class Source:
             return
         data = head
         engine = decompress()
+        inside_frame = False
         while data:
+            inside_frame = True
             try:
                 out = engine.decompress(data)
             except Exception as error:  # each of the three libraries has its own error class
@@ -123,8 +125,9 @@ class Source:
             if getattr(engine, "eof", False):
                 data = engine.unused_data
                 engine = decompress()
+                inside_frame = False
             data = data or self._more(raw, 2**18)
-        if not getattr(engine, "eof", False) and getattr(engine, "unused_data", None) is None:
+        if inside_frame:
             self.faults.append("the zstandard data ends too early: the file was cut off")
 
     def _zstandard_command(self, head: bytes, raw: IO[bytes]) -> Iterator[bytes]:

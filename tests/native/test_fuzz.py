@@ -1,7 +1,8 @@
-"""Random small architectures, eager against compiled. A few always; thousands with the `slow` marker."""
+"""Random small architectures, eager against compiled. A few always; thousands where NATIVE_FUZZ is set (an hour)."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -163,9 +164,12 @@ def test_random_architectures(block: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("NATIVE_FUZZ"), reason="set NATIVE_FUZZ=1: two thousand models take an hour"
+)
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("block", range(40))
+@pytest.mark.parametrize("block", range(4))
 def test_many_random_architectures(block: int, tmp_path: Path) -> None:
-    for seed in range(1000 + block * 50, 1050 + block * 50):
+    for seed in range(1000 + block * 500, 1500 + block * 500):
         build_one(seed, tmp_path)
     assert not list(tmp_path.iterdir())

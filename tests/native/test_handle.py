@@ -125,6 +125,15 @@ def test_files_that_are_no_libraries(tmp_path: Path) -> None:
         native.load(tmp_path / "text.so")
 
 
+def test_a_library_for_another_processor(
+    folder: Path, compiled: native.CompiledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del compiled
+    monkeypatch.setattr("hotloop.native.library.missing_instructions", lambda _target: ["avx9"])
+    with pytest.raises(native.LibraryError, match="this processor lacks avx9"):
+        native.load(folder / "mlp.so")
+
+
 def test_building_to_the_same_path_gives_the_new_model(folder: Path) -> None:
     x = torch.ones(1, 4)
     for value in (1.0, 2.0):

@@ -125,3 +125,30 @@ def test_a_window_that_is_not_there(tmp_path: Path) -> None:
         native.build(GatedMemory(), torch.randn(1, 5, 4), streaming={"z": 1}, out=tmp_path / "m.so")
     with pytest.raises(native.StreamingError, match="no dimension 7"):
         native.build(GatedMemory(), torch.randn(1, 5, 4), streaming={"x": 7}, out=tmp_path / "m.so")
+
+
+def test_a_mean_over_the_window_does_not_feed_older_positions(tmp_path: Path) -> None:
+    """What is made from the whole window was another one at older positions, so it goes into no ring and no state."""
+
+    class Relative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.maximum(x, x.mean(1, keepdim=True))
+            return self.head(self.rnn(x)[0][:, -1]) + torch.softmax(x, 1)[:, -1:, 0]
+
+    torch.manual_seed(0)
+    machine = native.build(
+        Relative(), torch.randn(1, 9, 3), streaming=True, out=tmp_path / "relative.so", quiet=True
+    )
+    assert machine.facts["report"]["worst_relative_error"] <= 1e-5
+
+
+def test_of_a_joint_projection_only_what_is_used_is_computed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    native.build(Attending(True), torch.randn(1, 12, 16), out=tmp_path / "joint.so", quiet=True)
+    text = (tmp_path / "joint.c").read_text()
+    # the last query alone; keys and values of all positions
+    assert text.count("/* Taps: linear in qkv") >= 2

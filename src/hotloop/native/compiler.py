@@ -14,7 +14,7 @@ from pathlib import Path
 from hotloop.native.emit.writer import Target
 from hotloop.native.faults import BuildError
 
-__all__ = ["TARGETS", "compile_shared", "find_compiler", "find_target"]
+__all__ = ["TARGETS", "compile_shared", "find_compiler", "find_target", "missing_instructions"]
 
 _AVX512 = (
     "-mavx512f",
@@ -55,6 +55,18 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
+
+
+def missing_instructions(name: str) -> list[str]:
+    """What a target of that name needs and this processor lacks, as /proc/cpuinfo spells it."""
+    needed = {
+        "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
+        "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+        "avx2": ("avx2", "fma"),
+    }.get(name, ())
+    flags = _cpu_flags()
+    # where the list cannot be read nothing is known to be missing
+    return [flag for flag in needed if flags and flag not in flags]
 
 
 def find_target(name: str = "native") -> Target:

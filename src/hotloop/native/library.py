@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hotloop.native.compiler import missing_instructions
 from hotloop.native.faults import LibraryError
 
 __all__ = ["Library", "Table", "Tensor", "open_library", "write_report"]
@@ -66,7 +67,15 @@ class Library:
         self.inputs = [Tensor(i["name"], tuple(i["shape"]), i["dtype"]) for i in self.description["inputs"]]
         self.outputs = [Tensor(i["name"], tuple(i["shape"]), i["dtype"]) for i in self.description["outputs"]]
         self.size = int(ctypes.CFUNCTYPE(ctypes.c_size_t)(self.table.size)())
-        self._memory, self.instance = self.make_instance()
+        self._memory: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self._address = 0
+
+    @property
+    def instance(self) -> int:
+        """The address of the library's own instance, made when first asked for."""
+        if self._memory is None:
+            self._memory, self._address = self.make_instance()
+        return self._address
 
     def make_instance(self) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
         """Memory of a new instance (keep it) and its address."""
@@ -80,7 +89,8 @@ def open_library(path: str | os.PathLike[str]) -> Library:
     """Load a library that hotloop built.
 
     Raises:
-        LibraryError: it is missing, no shared library, not one of hotloop's, or of another version.
+        LibraryError: it is missing, no shared library, not one of hotloop's, of another version, or for instructions
+            that this processor lacks.
     """
     file = Path(path).absolute()
     if not file.is_file():
@@ -99,7 +109,14 @@ def open_library(path: str | os.PathLike[str]) -> Library:
         raise LibraryError(
             f"{file} was built by another version of hotloop (table {version}, here 1); build it again"
         )
-    return Library(file, loaded)
+    library = Library(file, loaded)
+    target = str(library.description["target"])
+    missing = missing_instructions(target)
+    if missing:
+        raise LibraryError(
+            f"{file} was built for target {target!r}; this processor lacks {', '.join(missing)}"
+        )
+    return library
 
 
 def write_report(path: Path, report: dict[str, Any], room: int) -> None:

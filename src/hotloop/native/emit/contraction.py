@@ -338,6 +338,16 @@ def emit_matmul(writer: Writer, node: MatMul) -> None:
     vectors = -(-n // 16)
     high, wide = _tile(writer, m, vectors)
     full, rest = divmod(m, high)
+    if (
+        node.b.strides[-2] == node.a.strides[-1] == 1
+        and node.b.strides[-1] != 1
+        and m <= 4
+        and n > 1
+        and k >= 4
+    ):
+        # both lie along what is summed over: sixteen at a time, where columns would have to be gathered
+        _emit_dot_product(writer, node, (a, b, out), k)
+        vectors = 0
     for first in range(0, vectors, wide):
         panel = range(first, min(first + wide, vectors))
         if full > 1:
@@ -353,6 +363,28 @@ def emit_matmul(writer: Writer, node: MatMul) -> None:
     for _ in counters:
         writer.depth -= 1
         writer.line("}")
+
+
+def _emit_dot_product(writer: Writer, node: MatMul, names: tuple[str, str, str], k: int) -> None:
+    a, b, out = names
+    m, n = node.out.shape[-2:]
+    (am, _), (_, bn), (om, on) = (view.strides[-2:] for view in (node.a, node.b, node.out))
+    parts = [(at, min(16, k - at)) for at in range(0, k, 16)]
+    for r in range(m):
+        column = writer.name("c")
+        with writer.block():
+            kept = len(parts) <= 8
+            if kept:
+                for at, count in parts:
+                    writer.line(f"V {a}_{at} = {read_vector(f'{a} + {r * am + at}', 1, count)};")
+            writer.line("#pragma GCC unroll 4")
+            with writer.block(f"for (long {column} = 0; {column} < {n}; {column}++)"):
+                writer.line(f"const F *s = {b} + {column} * {bn};")
+                writer.line("V t = bc(0.0f);")
+                for at, count in parts:
+                    x = f"{a}_{at}" if kept else read_vector(f"{a} + {r * am + at}", 1, count)
+                    writer.line(f"t += {x} * {read_vector(f's + {at}', 1, count)};")
+                writer.line(f"{out}[{r * om} + {column} * {on}] = hsum(t) * {number(node.alpha)};")
 
 
 def _emit_product(

@@ -13,7 +13,8 @@ time i + s; the newest time is T - 1; before the first event there are zeros.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,6 @@ from hotloop.native.graph import (
     Origin,
     Push,
     View,
-    constant,
     load,
     whole,
 )
@@ -90,6 +90,14 @@ def _union(a: Region | None, b: Region) -> Region:
     return tuple(x if x == y else tuple(sorted(set(x) | set(y))) for x, y in zip(a, b, strict=True))
 
 
+def _contains(outer: Region, inner: Region) -> bool:
+    return all(a == b or set(b) <= set(a) for a, b in zip(outer, inner, strict=True))
+
+
+def _volume(region: Region) -> int:
+    return int(np.prod([len(listed) for listed in region], dtype=np.int64))
+
+
 @dataclass
 class Value:
     """What is known of a lowered value: a view of `region`; `now` is its newest position alone."""
@@ -114,7 +122,7 @@ class Context:
     consts: dict[tuple[str, Region], View] = field(default_factory=dict)
     time_last: set[str] = field(default_factory=set)
     origin: Origin = field(default_factory=Origin)
-    notes: list[str] = field(default_factory=list)
+    in_early: bool = False
 
     # ---- asking about values
 
@@ -126,6 +134,8 @@ class Context:
 
     def __post_init__(self) -> None:
         self.views: dict[str, Call] = {}
+        self.parts: dict[str, list[Region]] = {}
+        self.pieces: dict[str, list[Value]] = {}
         self.shapes: dict[str, tuple[int, ...]] = dict(self.captured.input_shapes)
         for call in self.captured.calls:
             for index, shape in enumerate(call.shapes):
@@ -215,6 +225,9 @@ class Context:
             return self._take_constant(value.name, region)
         if value.name in self.views:
             return self._take_view(self.views[value.name], region)
+        for piece in self.pieces.get(value.name, ()):
+            if _contains(piece.region, region):
+                return self.subset(piece.view, piece.region, region)
         found = self.values[value.name]
         time = self.times.get(value.name)
         if time is not None and found.now is not None and region[time.dim] == (self.newest(value.name),):
@@ -224,7 +237,8 @@ class Context:
 
     def _take_view(self, call: Call, region: Region) -> View:
         # lowered for the very region that is asked for, so that the newest position is not read through a ring
-        key = (call.name, region)
+        # what is copied after the event is no source for what is done before it
+        key = (call.name + "|early" * self.in_early, region)
         if key not in self.consts:
             saved, self.origin = self.origin, call.origin
             self.consts[key] = RULES[call.op].lower(self, call, region)
@@ -290,6 +304,7 @@ class Context:
     def _find_needs(self) -> bool:
         """One attempt at the first two passes; False if a value had to be declared static and all starts anew."""
         self.need.clear()
+        self.parts.clear()
         self.time_last.clear()
         if self.window:
             base = self.times.copy()
@@ -309,6 +324,7 @@ class Context:
                 if time is not None:
                     region = (*region[: time.dim], (self.newest(output.name),), *region[time.dim + 1 :])
                 self.need[output.name] = _union(self.need.get(output.name), region)
+                self.parts.setdefault(output.name, []).append(region)
         return all(self._pull(call) for call in reversed(self.captured.calls))
 
     def _pull(self, call: Call) -> bool:
@@ -332,9 +348,15 @@ class Context:
             ):
                 self.static.add(call.name)
                 return False
-        for ref, region in rule.pull(self, call, wanted):
-            if not self.is_constant(ref):
+        # views are lowered for each region that is asked for, so each is passed on by itself
+        for each in self.parts.get(call.name, [wanted]) if rule.is_view else [wanted]:
+            for ref, region in rule.pull(self, call, each):
+                if self.is_constant(ref):
+                    continue
                 self.need[ref.name] = _union(self.need.get(ref.name), region)
+                known = self.parts.setdefault(ref.name, [])
+                if region not in known:
+                    known.append(region)
                 if rule.is_view and call.name in self.time_last:
                     self.time_last.add(ref.name)
         return True
@@ -371,6 +393,12 @@ class Context:
             self.views[call.name] = call
             return
         self.origin = call.origin
+        pieces = self._find_pieces(call)
+        if pieces:
+            self.pieces[call.name] = [
+                Value(RULES[call.op].lower(self, call, region), region) for region in pieces
+            ]
+            return
         result = RULES[call.op].lower(self, call, wanted)
         if isinstance(result, list):
             for index, view in enumerate(result):
@@ -380,6 +408,16 @@ class Context:
             self._define(f"{call.name}#0", result, wanted[0])
         else:
             self._define(call.name, result, wanted)
+
+    def _find_pieces(self, call: Call) -> list[Region]:
+        """The regions of a linear layer to compute one by one, where together they are much less than the smallest
+        block around them: of queries, keys and values in one layer, say, only the last query."""
+        listed = self.parts.get(call.name, [])
+        if call.op != "linear" or len(listed) < 2 or call.name in self.times:
+            return []
+        largest = [a for a in listed if not any(a != b and _contains(b, a) for b in listed)]
+        apart = sum(_volume(region) for region in largest)
+        return largest if apart <= 0.8 * _volume(self.need[call.name]) else []
 
     def _define(self, name: str, view: View, region: Region) -> None:
         time = self.times.get(name)
@@ -438,22 +476,25 @@ class Context:
             self.emit(Map(view.shape, [(out, load(view))]))
             self.graph.outputs.append((f"output_{index}", out))
 
+    @contextmanager
+    def before_event(self) -> Iterator[None]:
+        """Nodes emitted inside go before all others: they read only what older events left."""
+        saved, self.graph.nodes, self.in_early = self.graph.nodes, [], True
+        try:
+            yield
+        finally:
+            self.early += self.graph.nodes
+            self.graph.nodes, self.in_early = saved, False
+
     def validity(self, length: int) -> View:
         """A mask over a ring of `length`: 0 where an event has been, minus infinity where none has yet."""
         key = (f"valid{length}", ())
         if key not in self.consts:
-            saved, self.graph.nodes = self.graph.nodes, []
-            self.consts[key] = self.ring(
-                whole(self.const(np.zeros(1, np.float32)).buffer, (1,)), 0, length, initial=-np.inf
-            )
-            # it depends on no input, so it may be done before the event
-            self.early += self.graph.nodes
-            self.graph.nodes = saved
+            # it depends on no input
+            with self.before_event():
+                zero = whole(self.const(np.zeros(1, np.float32)).buffer, (1,))
+                self.consts[key] = self.ring(zero, 0, length, initial=-np.inf)
         return self.consts[key]
-
-    def zero(self) -> Expr:
-        """The number 0."""
-        return constant(0.0)
 
     def refuse(self, call: Call, why: str) -> UnsupportedOpError:
         """An error about a call whose rule does not cover what it asks."""

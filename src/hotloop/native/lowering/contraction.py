@@ -500,10 +500,8 @@ def _split_conv(
         )
         return _convolve(context, view, have, region, g, tables, shift, before, taps)
 
-    saved, context.graph.nodes = context.graph.nodes, []
-    old = part(old_taps, pulled[dim][:-1], bias, None)
-    context.early += context.graph.nodes
-    context.graph.nodes = saved
+    with context.before_event():
+        old = part(old_taps, pulled[dim][:-1], bias, None)
     natural = old.permute([0, *range(2, len(old.shape)), 1])
     flat = context.reshape(natural, (natural.count // natural.shape[-1], natural.shape[-1]))
     return part(new_taps, (newest,), None, flat)

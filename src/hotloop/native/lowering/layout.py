@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
+
 from hotloop.native.capture import Call, Ref
 from hotloop.native.graph import Map, View, constant, load
 from hotloop.native.lowering.context import Context, Region, Rule, Time, full_region, register
@@ -118,8 +120,12 @@ def _pull_shape(context: Context, call: Call, region: Region) -> list[tuple[Ref,
     old, new = context.shape(call.args[0]), call.shapes[0]
     wanted = [tuple(range(size)) for size in old]
     for left, right in _groups(old, new):
-        if len(left) == len(right) == 1:
-            wanted[left[0]] = region[right[0]]
+        if len(left) == 1:
+            # one dimension opened into several: a block of those is a list of indices of the one
+            total = np.zeros(1, np.int64)
+            for dim in right:
+                total = (total[:, None] * new[dim] + np.array(region[dim])).reshape(-1)
+            wanted[left[0]] = tuple(total.tolist())
     return [(call.args[0], tuple(wanted))]
 
 
@@ -128,8 +134,9 @@ def _lower_shape(context: Context, call: Call, region: Region) -> View:
     pulled = _pull_shape(context, call, region)[0][1]
     have = [tuple(range(size)) for size in new]
     for left, right in _groups(old, new):
-        if len(left) == len(right) == 1:
-            have[right[0]] = pulled[left[0]]
+        if len(left) == 1:
+            for dim in right:
+                have[dim] = region[dim]
     view = context.reshape(context.take(call.args[0], pulled), [len(listed) for listed in have])
     return context.subset(view, tuple(have), region)
 

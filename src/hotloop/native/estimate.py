@@ -151,7 +151,9 @@ def _predict(node: Node, core: Core, rate: float) -> tuple[float, float]:
         return _NODE_NS + busy + vectors * (_VECTOR_NS + functions * _FUNCTION_NS), floor
     if isinstance(node, MatMul):
         lanes = min(16, node.out.shape[-1])
-        gathered = 10.0 if node.b.strides[-1] != 1 else 1.0
+        # columns apart in memory: dot products where rows are whole, else gathered
+        apart = node.b.strides[-1] != 1
+        gathered = (2.5 if node.b.strides[-2] == 1 else 10.0) if apart else 1.0
         return _NODE_NS + floor * 16 / lanes * gathered / _EFFICIENCY, floor
     if isinstance(node, (Softmax, Norm)):
         rows = node.source.count // node.source.shape[-1]

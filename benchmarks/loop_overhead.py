@@ -203,7 +203,10 @@ def import_costs(repeats: int) -> list[Figure]:
     for _ in range(repeats):
         for name in names:
             out = subprocess.run(
-                [sys.executable, "-c", program.format(lines[name])], capture_output=True, text=True, check=True
+                [sys.executable, "-c", program.format(lines[name])],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             found[name].append(json.loads(out.stdout))
     figures = []

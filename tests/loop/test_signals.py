@@ -25,6 +25,8 @@ def train(folder, *, send=(), at=5, where="step", record=False, save=True, epoch
     import hotloop
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     loop = hotloop.Loop(device="cpu", record=record, seed=3, accumulation=2)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -199,6 +201,30 @@ def test_without_a_path_the_save_goes_to_the_runs_folder(ended):
     assert run.code == 143, run.err
     assert str(run.home / "run" / "checkpoint") in run.out
     assert run.saved("run/checkpoint") == ["step-0000000002"]
+
+
+def test_loops_over_a_loader_alone_leave_no_handler_behind(tmp_path, monkeypatch):
+    import gc
+    import weakref
+
+    import hotloop
+
+    monkeypatch.setenv("HOTLOOP_PROGRESS", "0")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def pass_over():
+        loop = hotloop.Loop(device="cpu", record=False)
+        loader = loop.prepare([1, 2, 3])
+        for _ in loader:
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        return weakref.ref(loop)
+
+    first = pass_over()
+    second = pass_over()
+    gc.collect()
+    assert first() is None
+    assert second() is None
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(("case", "number"), [("before", 15), ("after", 15), ("no slurm", signal.SIGUSR1)])

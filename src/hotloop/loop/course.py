@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,11 +57,17 @@ class Course:
         self._updates = updates
         # what other ranks wish comes to the host by way of the device
         self._asks_device = self._resident is not None and processes.world > 1
-        self._signals = StopSignals(lambda: self._active or any(x.live for x in self._loaders))
+        # handlers outlive what they were made for, and must not keep it alive
+        me = weakref.ref(self)
+        self._signals = StopSignals(lambda: (course := me()) is not None and course._trains())
+        weakref.finalize(self, self._signals.remove).atexit = False
 
     @property
     def _loaders(self) -> list[Any]:
         return self.preparer.registry.loaders
+
+    def _trains(self) -> bool:
+        return self._active or any(loader.live for loader in self._loaders)
 
     def epochs(self, n: int) -> Iterator[int]:
         """See `Loop.epochs`."""

@@ -40,6 +40,11 @@ class StopSignals:
             wanted.append(signal.SIGUSR1)
         for number in wanted:
             before = signal.getsignal(number)
+            owner = getattr(before, "__self__", None)
+            if isinstance(owner, StopSignals) and not owner._active():
+                # a run that is over stands back, so that no chain of them grows
+                owner.remove()
+                before = signal.getsignal(number)
             if before is signal.SIG_IGN or before is None:
                 continue
             self._before[number] = before

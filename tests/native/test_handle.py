@@ -5,7 +5,12 @@ from __future__ import annotations
 import array
 import gc
 import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +110,76 @@ def test_nothing_leaks(compiled: native.CompiledModel) -> None:
         with pytest.raises(native.InputError):
             compiled(y)
     assert (sys.getrefcount(x), sys.getrefcount(y), sys.getrefcount(tensor)) == before
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda y: y,
+        lambda y: y[0],
+        lambda y: y.T,
+        memoryview,
+        torch.from_numpy,
+        torch.from_dlpack,
+        np.from_dlpack,
+        lambda y: y.flat,
+    ],
+)
+def test_a_result_that_is_held_is_not_written_again(
+    model: nn.Module, compiled: native.CompiledModel, hold: Callable[[np.ndarray], Any]
+) -> None:
+    inputs = [torch.randn(1, 32) for _ in range(9)]
+    wanted = [model(x).item() for x in inputs]
+    # held for one call, for two, for all: a result's memory serves again only when nobody has it
+    for length in (1, 2, 9):
+        held: deque[Any] = deque(maxlen=length)
+        for index, x in enumerate(inputs):
+            held.append(hold(compiled(x.numpy())))
+            seen = [float(np.asarray(item).reshape(-1)[0]) for item in held]
+            np.testing.assert_allclose(seen, wanted[index + 1 - len(held) : index + 1], rtol=1e-5)
+
+
+def _reshape(y: np.ndarray) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y.shape = (1,)
+
+
+def _retype(y: np.ndarray) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y.dtype = np.dtype(np.int32)
+
+
+def _regrow(y: np.ndarray) -> None:
+    y.resize((3, 3), refcheck=False)
+
+
+@pytest.mark.parametrize("change", [_reshape, _retype, _regrow, lambda y: y.setflags(write=False)])
+def test_a_result_that_was_changed_is_not_given_again(
+    model: nn.Module, compiled: native.CompiledModel, change: Callable[[np.ndarray], None]
+) -> None:
+    x = torch.randn(1, 32)
+    for _ in range(10):
+        y = compiled(x)
+        assert (y.shape, y.dtype, y.flags.writeable) == ((1, 1), np.float32, True)
+        assert y[0, 0] == pytest.approx(model(x).item(), rel=1e-5)
+        change(y)
+    weak = weakref.ref(compiled(x))
+    for _ in range(10):
+        assert compiled(2 * x) is not weak()
+
+
+def test_large_and_several_results(folder: Path) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, x[0, :3] * 2
+
+    compiled = native.build(Two(), torch.zeros(40, 500), out=folder / "two.so", quiet=True)
+    inputs = [torch.randn(40, 500) for _ in range(7)]
+    for x, (large, small) in zip(inputs, [compiled(x) for x in inputs], strict=True):
+        np.testing.assert_array_equal(large, (x + 1).numpy())
+        np.testing.assert_array_equal(small, (x[0, :3] * 2).numpy())
 
 
 def test_the_library_tells_what_it_is(compiled: native.CompiledModel, folder: Path) -> None:

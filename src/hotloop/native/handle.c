@@ -12,6 +12,9 @@
 
 #define MOST 16
 #define RANK 12
+/* Results kept for another call: enough for a caller that holds the last one or two; larger ones gain too little. */
+#define KEPT 4
+#define KEPT_BYTES 65536
 
 /* DLPack 1.x, the parts read here (public ABI of dmlc/dlpack) */
 typedef struct { int32_t type, id; } Device;
@@ -36,6 +39,8 @@ typedef struct {
     PyObject *owner, *facts, *origin;
     int inputs, outputs;
     Port in[MOST], out[MOST];
+    struct { PyArrayObject *array; void *data; PyArray_Descr *type; } kept[MOST][KEPT];
+    int turn[MOST];
 } Model;
 
 static PyObject *Fault;
@@ -151,6 +156,46 @@ static int wrong_count(Model *m, Py_ssize_t n, int wanted, const char *what) {
     return -1;
 }
 
+/* A result nobody but the model holds (one reference, no weak one; whatever lends its memory holds a reference), and that
+ * nobody changed the shape, type, flags or memory of, is as good as new: the call writes all of it. Making an array costs
+ * more than a small model. */
+static inline int is_free(const Model *m, int i, int k) {
+#ifdef Py_GIL_DISABLED
+    return 0;
+#else
+    PyArrayObject *a = m->kept[i][k].array;
+    const Port *p = &m->out[i];
+    if (!a || Py_REFCNT(a) != 1) return 0;
+    PyArrayObject_fields *f = (PyArrayObject_fields *)a;
+    return f->nd == p->rank && !memcmp(f->dimensions, p->shape, sizeof(int64_t) * p->rank) && f->data == m->kept[i][k].data &&
+           f->descr == m->kept[i][k].type && !f->base && !f->weakreflist &&
+           (f->flags & (NPY_ARRAY_CARRAY | NPY_ARRAY_OWNDATA)) == (NPY_ARRAY_CARRAY | NPY_ARRAY_OWNDATA);
+#endif
+}
+
+static PyObject *make_result(Model *m, int i) {
+    for (int n = 0, k = m->turn[i]; n < KEPT; n++, k = (k + 1) % KEPT)
+        if (is_free(m, i, k)) {
+            m->turn[i] = k;
+            PyObject *a = (PyObject *)m->kept[i][k].array;
+            Py_INCREF(a);
+            return a;
+        }
+    PyObject *made = PyArray_SimpleNew(m->out[i].rank, (npy_intp *)m->out[i].shape, NPY_FLOAT32);
+#ifndef Py_GIL_DISABLED
+    if (made && m->out[i].count * 4 <= KEPT_BYTES) {
+        int k = m->turn[i] = (m->turn[i] + 1) % KEPT;
+        PyArrayObject *before = m->kept[i][k].array, *a = (PyArrayObject *)made;
+        Py_INCREF(made);
+        m->kept[i][k].array = a;
+        m->kept[i][k].data = PyArray_DATA(a);
+        m->kept[i][k].type = PyArray_DESCR(a);
+        Py_XDECREF(before);
+    }
+#endif
+    return made;
+}
+
 static PyObject *call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
     Model *m = (Model *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
@@ -162,7 +207,7 @@ static PyObject *call(PyObject *self, PyObject *const *args, size_t nargsf, PyOb
     for (int i = 0; i < n; i++)
         if (resolve(args[i], &m->in[i], 0, (void **)&in[i])) return NULL;
     for (int i = 0; i < m->outputs; i++) {
-        made[i] = PyArray_SimpleNew(m->out[i].rank, (npy_intp *)m->out[i].shape, NPY_FLOAT32);
+        made[i] = make_result(m, i);
         if (!made[i]) {
             while (i--) Py_DECREF(made[i]);
             return NULL;
@@ -293,6 +338,8 @@ static void drop(PyObject *self) {
     Model *m = (Model *)self;
     PyTypeObject *type = Py_TYPE(self);
     if (!m->borrowed) free(m->memory);
+    for (int i = 0; i < MOST; i++)
+        for (int k = 0; k < KEPT; k++) Py_XDECREF(m->kept[i][k].array);
     Py_XDECREF(m->owner);
     Py_XDECREF(m->facts);
     Py_XDECREF(m->origin);

@@ -40,7 +40,11 @@ class CompiledModel(Protocol):
     facts: Mapping[str, Any]
 
     def __call__(self, *inputs: Any) -> Any:
-        """Compute into a new float32 numpy array, or a tuple of them."""
+        """Compute into a float32 numpy array of the caller's, or a tuple of them.
+
+        The memory of a small result serves a later call once nobody holds the array, a view or a tensor on it; to
+        change its size in place numpy therefore wants `refcheck=False`.
+        """
 
     def into(self, *arrays: Any) -> None:
         """Compute into arrays that are given after the inputs."""

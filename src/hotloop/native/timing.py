@@ -57,7 +57,7 @@ def pinned(core: int | None = None) -> Iterator[int]:
     os.sched_setaffinity(0, {chosen})
     policy = None
     try:
-        policy = os.sched_getscheduler(0)
+        policy = os.sched_getscheduler(0), os.sched_getparam(0)
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError:
         policy = None
@@ -65,7 +65,7 @@ def pinned(core: int | None = None) -> Iterator[int]:
         yield chosen
     finally:
         if policy is not None:
-            os.sched_setscheduler(0, policy, os.sched_param(0))
+            os.sched_setscheduler(0, *policy)
         os.sched_setaffinity(0, before)
 
 

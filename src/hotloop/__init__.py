@@ -1,9 +1,8 @@
 """hotloop: your own PyTorch loop, made as fast as the machine allows, and proven to be still the same loop."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from hotloop.deferred import deferred as _deferred
 
 if TYPE_CHECKING:
     from hotloop.errors import HotloopError, NonFiniteError
@@ -14,22 +13,17 @@ __all__ = ["Every", "HotloopError", "Loop", "NonFiniteError", "Plan", "__version
 
 __version__ = "0.1.0"
 
-# Where each name lives. Looked up on first use, so that `hotloop --help` need not wait for torch.
-_HOMES = {
-    "Every": "hotloop.loop",
-    "HotloopError": "hotloop.errors",
-    "Loop": "hotloop.loop",
-    "NonFiniteError": "hotloop.errors",
-    "Plan": "hotloop.parallel.plan",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hotloop' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+# `hotloop --help` need not wait for torch
+__getattr__ = _deferred(
+    __name__,
+    {
+        "Every": "hotloop.loop",
+        "HotloopError": "hotloop.errors",
+        "Loop": "hotloop.loop",
+        "NonFiniteError": "hotloop.errors",
+        "Plan": "hotloop.parallel.plan",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hotloop.capture import CudaRecorder, Recorder
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.session import Session
 from hotloop.loop.updates import ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.state import HostState, ResidentState
+
+if TYPE_CHECKING:
+    from hotloop.capture import Recorder
 
 __all__ = ["LoopHost"]
 
@@ -64,6 +66,8 @@ class LoopHost:
             self.say("captured steps run on one process only: several processes run them eagerly")
             return None
         if self._recorder is None:
+            from hotloop.capture import CudaRecorder
+
             self._recorder = CudaRecorder(self.device)
         return self._recorder
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hotloop.capture import CapturedStep
 from hotloop.errors import CheckpointError, NonFiniteError, PrepareError, SettingError
 from hotloop.hardware.devices import find_device
 from hotloop.hardware.processes import find_local_rank, find_processes
@@ -337,6 +336,8 @@ class Loop:
             self._say(f'capture="{wanted}": {self.device} records no graphs, so it is "{chosen}" here')
         if outputs not in ("clone", "static"):
             raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
+        from hotloop.capture import CapturedStep
+
         if function is None:
             return lambda f: CapturedStep(f, self._host, chosen, outputs)
         return CapturedStep(function, self._host, chosen, outputs)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hotloop.errors import CheckpointError
-from hotloop.loop.checkpoint import Snapshot
 from hotloop.loop.modules import binding_of
 from hotloop.loop.updates import updates_of
 from hotloop.seeds import derive_seed, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
     from hotloop.hardware.processes import Processes
+    from hotloop.loop.checkpoint import Snapshot
     from hotloop.loop.window import Window
     from hotloop.state import HostState, ResidentState
 
@@ -75,6 +75,8 @@ def take_snapshot(
     }
     objects["ranks"] = processes.gather_object(mine)
     objects["state"] = _state_of(state)
+    from hotloop.loop.checkpoint import Snapshot
+
     return Snapshot(
         step=meta["updates"],
         tensors=tensors,

@@ -6,18 +6,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hotloop.errors import CheckpointError, PrepareError
 from hotloop.hardware.processes import Processes
-from hotloop.loop.checkpoint import Checkpoints, Snapshot
 from hotloop.loop.every import Due, Every
 from hotloop.loop.resume import Registry, apply_snapshot, take_snapshot
 from hotloop.loop.session import Session
 from hotloop.loop.window import Window
 from hotloop.state import HostState, ResidentState
+
+if TYPE_CHECKING:
+    from hotloop.loop.checkpoint import Checkpoints, Snapshot
 
 __all__ = ["Position", "Saver"]
 
@@ -64,7 +66,7 @@ class Saver:
         self._session = session
         self._position = position
         self._settle = settle
-        self._checkpoints = Checkpoints()
+        self._opened: Checkpoints | None = None
         self._due: dict[str, Due] = {}
         self._handled = 0
         self._asked = False
@@ -142,7 +144,7 @@ class Saver:
             },
         )
         if self._processes.is_main:
-            self._checkpoints.save(target, snapshot, keep=self.keep, wait=wait)
+            self._storage().save(target, snapshot, keep=self.keep, wait=wait)
         if wait:
             self._processes.barrier()
 
@@ -151,7 +153,7 @@ class Saver:
         if not any(self._registry.counts().values()):
             raise PrepareError("resume comes after prepare: there is nothing yet to load a state into")
         self.path = Path(path).expanduser()
-        self._checkpoints.wait()
+        self._storage().wait()
         self._processes.barrier()
         snapshot = self._read(self.path)
         if snapshot is None:
@@ -169,11 +171,19 @@ class Saver:
         meta: dict[str, Any] = snapshot.meta
         return Position(int(meta["epoch"]), int(meta["updates"]), bool(meta["in_epoch"]), int(meta["feed"]))
 
+    def _storage(self) -> Checkpoints:
+        """What reads and writes the files; a run that never saves need not load it."""
+        if self._opened is None:
+            from hotloop.loop.checkpoint import Checkpoints
+
+            self._opened = Checkpoints()
+        return self._opened
+
     def _read(self, path: Path) -> Snapshot | None:
         """The newest whole checkpoint, the same on all ranks; what one of them cannot read, all raise."""
         snapshot, fault = None, None
         try:
-            snapshot = self._checkpoints.load(path)
+            snapshot = self._storage().load(path)
         except CheckpointError as error:
             fault = error
         seen = self._processes.gather_object(
@@ -193,4 +203,5 @@ class Saver:
 
     def wait(self) -> None:
         """Return once the save in flight is durable; raises what made it fail."""
-        self._checkpoints.wait()
+        if self._opened is not None:
+            self._opened.wait()

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,10 @@ from hotloop.hardware.processes import Processes
 from hotloop.loop.notebook import Cell, current_cell
 from hotloop.loop.notes import Notes
 from hotloop.metrics import JsonLines, Log, Means, Progress, Sink
-from hotloop.runs import Record
 from hotloop.settings import Settings
+
+if TYPE_CHECKING:
+    from hotloop.runs import Record
 
 __all__ = ["Session"]
 
@@ -109,6 +111,9 @@ class Session:
         wish = settings["record"]
         if wish is False:
             return None
+        from hotloop.hardware.machine import describe_machine
+        from hotloop.runs import Record
+
         facts = {"values": settings.values, "sources": settings.sources}
         if again is not None and processes.is_main:
             # its folder may have been deleted in between
@@ -116,8 +121,6 @@ class Session:
                 record = Record.resume(again)
                 record.update(config=config, settings=facts, seed=settings["seed"])
                 return record
-        from hotloop.hardware.machine import describe_machine
-
         return Record.start(
             None if wish is True else wish,
             config=config,

@@ -123,6 +123,10 @@ class Loop:
             self._window.probe = self._resident.share_losses()
         self._plain = self._window.plain and not self.precision.scaled
         self._watching = self._state.watching
+        # on the host noting is appending: one call less in the shortest step there is
+        self._note_loss = (
+            self._state.losses.append if isinstance(self._state, HostState) else self._state.note_loss
+        )
         self._session = Session(
             device=self.device,
             processes=self.processes,
@@ -216,7 +220,7 @@ class Loop:
         """
         if self._plain:
             if self._watching:
-                self._state.note_loss(loss)
+                self._note_loss(loss)
             loss.backward(**kwargs)
             return
         window = self._window

@@ -43,8 +43,9 @@ $(BIN)/.ready: pyproject.toml constraints.txt
 suites: $(BIN)/.ready
 	$(BIN)/python tests/accelerate_suites/run_suites.py
 
+# what the benchmarks measure beside hotloop; none of it asks for another torch than the one that is there
 bench-env: $(BIN)/.ready
-	$(PIP) install -q $(PINS) accelerate==1.15.0 lightning-fabric==2.6.6
+	$(PIP) install -q $(PINS) accelerate==1.15.0 lightning-fabric==2.6.6 onnx onnxruntime openvino ml_dtypes flatbuffers
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache runs

@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +31,8 @@ from benchmarks.harness import Figure, arguments, report
 from benchmarks.native_models import Example, make_models
 from hotloop import native
 from hotloop.native.library import Library, open_library
+from hotloop.native.peers import measure_in_turns, prepare_peers, time_loop
 from hotloop.native.timing import Core, measure_calls, measure_core, pinned
-
-Call = Callable[[], Any]
 
 
 @dataclass
@@ -51,109 +47,6 @@ class Timed:
 
     def every(self, q: float) -> float:
         return float(np.percentile(np.concatenate(self.blocks), q)) / 1e3
-
-
-def ort_call(model: nn.Module, example: Example, folder: Path) -> Call:
-    import onnxruntime
-
-    path = folder / "model.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(model, example, str(path), dynamo=False, opset_version=17)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    binding = session.io_binding()
-    for item, x in zip(session.get_inputs(), example, strict=True):
-        binding.bind_ortvalue_input(item.name, onnxruntime.OrtValue.ortvalue_from_numpy(x.numpy()))
-    for item in session.get_outputs():
-        shape = [int(s) for s in item.shape]
-        binding.bind_ortvalue_output(
-            item.name, onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
-        )
-    return lambda: session.run_with_iobinding(binding)
-
-
-def openvino_call(model: nn.Module, example: Example, folder: Path) -> Call:
-    import openvino
-
-    core = openvino.Core()
-    path = folder / "model.onnx"
-    if not path.exists():
-        ort_call(model, example, folder)
-    compiled = core.compile_model(
-        core.read_model(str(path)),
-        "CPU",
-        {
-            "INFERENCE_NUM_THREADS": 1,
-            "NUM_STREAMS": 1,
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": "f32",
-        },
-    )
-    request = compiled.create_infer_request()
-    for index, x in enumerate(example):
-        request.set_input_tensor(index, openvino.Tensor(x.numpy(), shared_memory=True))
-    return request.infer
-
-
-def aoti_call(model: nn.Module, example: Example, folder: Path) -> Call:
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(model, example)
-        path = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(folder / "model.pt2"), inductor_configs={"freezing": True}
-        )
-        runner = torch._inductor.aoti_load_package(path)
-    return lambda: runner(*example)
-
-
-def compile_call(model: nn.Module, example: Example, _folder: Path) -> Call:
-    torch._dynamo.config.allow_rnn = True
-    compiled = torch.compile(model)
-    return lambda: compiled(*example)
-
-
-def eager_call(model: nn.Module, example: Example, _folder: Path) -> Call:
-    return lambda: model(*example)
-
-
-PEERS: dict[str, Callable[[nn.Module, Example, Path], Call]] = {
-    "ort": ort_call,
-    "openvino": openvino_call,
-    "aoti": aoti_call,
-    "compile": compile_call,
-    "eager": eager_call,
-}
-
-
-def time_python(call: Call, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Nanoseconds of `count` calls, each timed by itself, the clock's own cost taken off."""
-    clock = time.perf_counter_ns
-    found = np.zeros(count)
-    empty = []
-    for _ in range(200):
-        start = clock()
-        empty.append(clock() - start)
-    own = sorted(empty)[100]
-    for index in range(count):
-        start = clock()
-        call()
-        found[index] = clock() - start - own
-    return found
-
-
-def time_loop(call: Call, count: int) -> float:
-    """Nanoseconds a call in a bare loop: for calls that are shorter than the clock's own cost."""
-    rounds = range(count)
-    start = time.perf_counter_ns()
-    for _ in rounds:
-        call()
-    middle = time.perf_counter_ns()
-    for _ in rounds:
-        pass
-    return (middle - start - (time.perf_counter_ns() - middle)) / count
 
 
 def floor_us(name: str, library: Library, core: Core) -> float:
@@ -193,16 +86,9 @@ def run_model(
     library = open_library(folder / "model.so")
     floor = floor_us(name, library, core)
     calls, blocks = (500, 3) if quick else (4000, 10)
-    ready: dict[str, Call] = {}
-    for peer in peers:
-        try:
-            ready[peer] = PEERS[peer](model, example, folder)
-            for _ in range(20):
-                ready[peer]()
-        except Exception as error:
-            first = next(iter(str(error).splitlines()), "")
-            print(f"  {peer}: not measured, {type(error).__name__}: {first[:90]}")
-            ready.pop(peer, None)
+    ready, failed = prepare_peers(peers, model, example, folder)
+    for peer, why in failed.items():
+        print(f"  {peer}: not measured, {why}")
     arrays = [x.numpy() for x in example]
     outputs = [np.zeros(item.shape, np.float32) for item in library.outputs]
     into, every = compiled.into, [*arrays, *outputs]
@@ -211,15 +97,15 @@ def run_model(
         into(*every)
 
     timed: dict[str, Timed] = {"hotloop, C": in_c(library, calls, blocks)}
-    python: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {peer: [] for peer in ready}
     loops: list[float] = []
-    with pinned(), torch.inference_mode():
-        slow = {peer: float(np.median(time_python(call, 30))) for peer, call in ready.items()}
-        for _ in range(blocks):
+    python: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {peer: [] for peer in ready}
+    for _ in range(blocks):
+        with pinned():
             loops.append(time_loop(ours, calls))
-            for peer, call in ready.items():
-                count = max(30, min(calls, int((2e7 if quick else 1e8) / slow[peer])))
-                python[peer].append(time_python(call, count))
+        for peer, measured in measure_in_turns(
+            ready, count=calls, blocks=1, budget_s=0.02 if quick else 0.1
+        ).items():
+            python[peer] += measured
     timed |= {peer: Timed(blocks_of) for peer, blocks_of in python.items()}
     print(f"{name}: floor {floor:.3f} us; error {compiled.facts['report']['worst_relative_error']:.1e}")
     figures = []

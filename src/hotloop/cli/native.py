@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ examples:
   hotloop native build model.pt2 --out model.so
   hotloop native build model.pt2 --streaming 1 --out machine.so
   hotloop native verify model.so model.pt2
-  hotloop native bench model.so --json bench.json --plot bench.svg"""
+  hotloop native bench model.so --json bench.json --plot bench.svg
+  hotloop native bench model.so --against model.pt2 --peers eager,compile,ort,openvino"""
 
 
 def _run(arguments: list[str]) -> int:
@@ -57,9 +61,22 @@ def _run(arguments: list[str]) -> int:
         "bench", help="percentiles, cold caches, after idling, the floor", allow_abbrev=False
     )
     bench.add_argument("library", metavar="LIBRARY.so")
+    bench.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="time the model beside it in other runtimes: MODEL.pt2, or package.module:name of a module or of what "
+        "makes one",
+    )
+    bench.add_argument(
+        "--peers",
+        default="eager,compile,ort",
+        metavar="LIST",
+        help="which: eager, compile, ort, openvino, aoti; one that is not installed or fails is told in a line "
+        "(default: eager,compile,ort)",
+    )
     bench.add_argument("--quick", action="store_true", help="fewer calls: a check that it runs, not a figure")
     bench.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    bench.add_argument("--plot", metavar="FILE", help="also draw the histogram as SVG")
+    bench.add_argument("--plot", metavar="FILE", help="also draw the histogram and all rows as SVG")
     options = parser.parse_args(arguments)
     return {"build": _build, "verify": _verify, "bench": _bench}[options.what](options)
 
@@ -127,15 +144,47 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _bench(options: argparse.Namespace) -> int:
-    from hotloop.native.bench import bench, format_result, plot_histogram, write_json
+def _load_model(name: str) -> Any:
+    """MODEL.pt2, or package.module:name, where the current folder is looked into too, as `python -m` does."""
+    from torch import nn
 
-    result = bench(options.library, quick=options.quick)
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon or name.endswith(".pt2"):
+        return _load_program(name)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise HotloopError(f"--against {name}: {error}; give MODEL.pt2 or package.module:name") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(found, nn.Module) and callable(found):
+        found = found()
+    if not isinstance(found, nn.Module):
+        raise HotloopError(
+            f"--against {name} is a {type(found).__name__}; it must be an nn.Module, or a class or function that "
+            "makes one without arguments"
+        )
+    return found
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from hotloop.native.bench import bench
+    from hotloop.native.page import draw_svg, format_result, write_json
+
+    result = bench(
+        options.library,
+        quick=options.quick,
+        against=_load_model(options.against) if options.against else None,
+        peers=[name.strip() for name in options.peers.split(",") if name.strip()],
+    )
     print(format_result(result))
     if options.json:
         write_json(result, options.json)
     if options.plot:
-        plot_histogram(result, options.plot)
+        draw_svg(result, options.plot)
     return 0
 
 

@@ -1,19 +1,30 @@
-"""Latency honestly told: pinned, warmed, percentiles by block and in all, cold caches, after idling, a floor."""
+"""Latency honestly told: pinned, warmed, percentiles by block and in all, cold caches, after idling, a floor, peers."""
 
 from __future__ import annotations
 
-import json
+import copy
 import os
+import tempfile
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
 
-from hotloop.native.library import open_library
+from hotloop.native.faults import InputError
+from hotloop.native.handle import make_handle
+from hotloop.native.library import Library, open_library
+from hotloop.native.peers import PEERS, measure_in_turns, one_thread, prepare_peers
 from hotloop.native.timing import Samples, measure_calls, measure_core
+from hotloop.native.verify import check_model
+from hotloop.native.work import Floor, predict_floor
 
-__all__ = ["BenchResult", "Row", "bench", "format_result", "plot_histogram", "write_json"]
+__all__ = ["BenchResult", "Comparison", "Row", "bench"]
 
 
 @dataclass(frozen=True)
@@ -32,67 +43,97 @@ class Row:
 
 
 @dataclass
+class Comparison:
+    """The library and its model in other runtimes, called from Python in turns; the clock's cost is taken off.
+
+    `relative_error`: how far the library is off the model that was given, None where they could not be compared.
+    `failed`: one line for each runtime that could not be timed. `notes`: what to know before comparing.
+    """
+
+    rows: list[Row]
+    failed: dict[str, str]
+    relative_error: float | None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
 class BenchResult:
-    """All rows of a library, the histogram of its warm calls (edges in ns), the timer's cost (part of each figure)."""
+    """All rows of a library, the histogram of its warm calls (edges in ns), the timer's cost (part of each row of
+    `rows`), the floors of its parts (none of a library that was built before they were counted), its peers."""
 
     path: str
     description: dict[str, Any]
     rows: list[Row]
     timer_ns: float
-    weight_floor_ns: float
+    floors: list[Floor]
     load_average: float
     histogram: tuple[list[float], list[int]] = field(default_factory=lambda: ([], []))
+    comparison: Comparison | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        told = asdict(self)
+        for floor, listed in zip(self.floors, told["floors"], strict=True):
+            listed["ns"] = floor.ns
+        return told
 
 
 def _row(what: str, samples: Samples) -> Row:
-    return Row(
-        what,
-        samples.percentile(50),
-        samples.percentile(99),
-        samples.percentile(99.9),
-        samples.percentile(50, quietest=False),
-        samples.percentile(99, quietest=False),
-        samples.percentile(99.9, quietest=False),
-        samples.highest(),
-        sum(block.size for block in samples.blocks),
-    )
+    p50, p99, p999 = (samples.percentile(q) for q in (50, 99, 99.9))
+    all_p50, all_p99, all_p999 = (samples.percentile(q, quietest=False) for q in (50, 99, 99.9))
+    count = sum(block.size for block in samples.blocks)
+    return Row(what, p50, p99, p999, all_p50, all_p99, all_p999, samples.highest(), count)
 
 
 def bench(
-    path: str | os.PathLike[str], *, calls: int = 20_000, blocks: int = 10, quick: bool = False
+    path: str | os.PathLike[str],
+    *,
+    calls: int = 20_000,
+    blocks: int = 10,
+    quick: bool = False,
+    against: nn.Module | torch.export.ExportedProgram | None = None,
+    example: torch.Tensor | Sequence[torch.Tensor] = (),
+    peers: Sequence[str] = ("eager", "compile", "ort"),
 ) -> BenchResult:
     """Measure a library's latency from C on one pinned core, in real-time priority where that is allowed.
 
     The clock is the time-stamp counter around each call; its own cost is in every figure and stated. Inputs rotate
     through 16 random rows.
 
+    Args:
+        path: the library.
+        calls: in a block.
+        blocks: how many; the quietest is told beside all.
+        quick: fewer of both: a check that it runs, not a figure.
+        against: the model that the library was built from; it is timed in other runtimes beside the library.
+        example: what `against` is called with; left out, the program's own example, or random numbers in the shapes
+            that the library was built for.
+        peers: keys of `hotloop.native.peers.PEERS`: eager, compile, ort, openvino, aoti. One that fails is a line
+            in `comparison.failed`.
+
     Raises:
         LibraryError: the file is no library of hotloop's.
+        InputError: a peer's name is not known, or `against` does not take the library's inputs.
     """
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        raise InputError(f"there is no peer {unknown[0]!r}; there are: {', '.join(PEERS)}")
     library = open_library(path)
     if quick:
         calls, blocks = min(calls, 2000), min(blocks, 3)
-    warm = measure_calls(library, calls=calls, blocks=blocks)
-    rows = [_row("warm", warm)]
-    if library.description["streaming"]:
-        rows = [
-            _row("commit, after prep", measure_calls(library, calls=calls, blocks=blocks, prep=True)),
-            _row("prep and commit", warm),
-        ]
-    few = max(20, calls // 400)
     prep = bool(library.description["streaming"])
-    rows.append(_row("cold caches", measure_calls(library, calls=few, blocks=2, cold=True, prep=prep)))
-    rows.append(
-        _row("after 100 us idle", measure_calls(library, calls=few * 5, blocks=2, idle_us=100.0, prep=prep))
-    )
-    core = measure_core()
-    weights = int(library.description["weight_bytes"])
-    size = weights + int(library.description["arena_bytes"])
-    rate = core.l1_rate if size <= core.l1_bytes else core.l2_rate if size <= core.l2_bytes else core.l3_rate
+    warm = measure_calls(library, calls=calls, blocks=blocks)
+    rows = [_row("prep and commit" if prep else "warm", warm)]
+    if prep:
+        commit = measure_calls(library, calls=calls, blocks=blocks, prep=True)
+        rows.insert(0, _row("commit, after prep", commit))
+    few = max(20, calls // 400)
+    spoilt = {
+        "cold caches": measure_calls(library, calls=few, blocks=2, cold=True, prep=prep),
+        "after 100 us idle": measure_calls(library, calls=few * 5, blocks=2, idle_us=100.0, prep=prep),
+        "after 1 ms asleep": measure_calls(library, calls=few * 5, blocks=2, asleep_us=1000.0, prep=prep),
+    }
+    rows += [_row(what, samples) for what, samples in spoilt.items()]
     pooled = np.concatenate(warm.blocks)
     edges = np.geomspace(max(pooled.min() * 0.9, 1.0), pooled.max() * 1.1, 61)
     counts, _ = np.histogram(pooled, edges)
@@ -101,68 +142,84 @@ def bench(
         library.description,
         rows,
         warm.timer_ns,
-        weights / rate * 1e9,
+        _floors(library),
         os.getloadavg()[0],
         ([float(edge) for edge in edges], [int(count) for count in counts]),
+        None if against is None else _compare(library, against, example, peers, calls // 5, blocks),
     )
 
 
-def format_result(result: BenchResult) -> str:
-    """The page that `hotloop native bench` prints; microseconds."""
-    d = result.description
-    lines = [
-        f"{result.path}: {d['precision']}, {d['target']}, {d['weight_bytes'] / 1024:.0f} KiB of weights, "
-        f"{d['arena_bytes'] / 1024:.0f} KiB of memory",
-        f"timer {result.timer_ns:.0f} ns, in every figure; reading the weights once takes "
-        f"{result.weight_floor_ns / 1e3:.3f} us; "
-        f"load average {result.load_average:.1f}",
-        "",
-        f"{'us':20}{'quietest block':>27}{'all calls':>27}{'slowest':>10}",
-        f"{'':20}{'p50':>9}{'p99':>9}{'p99.9':>9}{'p50':>9}{'p99':>9}{'p99.9':>9}{'':>10}{'calls':>9}",
-    ]
-    for row in result.rows:
-        figures = (row.p50, row.p99, row.p999, row.all_p50, row.all_p99, row.all_p999)
-        text = "".join(f"{value / 1e3:9.3f}" for value in figures)
-        lines.append(f"{row.what:20}{text}{row.highest / 1e3:10.1f}{row.calls:9d}")
-    lines += ["", "warm calls, by latency"]
-    edges, counts = result.histogram
-    top = max(counts) or 1
-    for low, count in zip(edges, counts, strict=False):
-        if count:
-            bar = "#" * max(1, round(50 * np.log1p(count) / np.log1p(top)))
-            lines.append(f"{low / 1e3:10.3f} us {count:9d} {bar}")
-    return "\n".join(lines)
+def _floors(library: Library) -> list[Floor]:
+    """Of the commit, and of a state machine's prep."""
+    core, d = measure_core(), library.description
+    held = int(d["weight_bytes"]) + int(d["arena_bytes"])
+    parts = ("commit", "prep") if d["streaming"] else ("commit",)
+    names = {"commit": "commit" if d["streaming"] else "call", "prep": "prep"}
+    return [predict_floor(names[part], d["work"][part], held, core) for part in parts if "work" in d]
 
 
-def plot_histogram(result: BenchResult, path: str | os.PathLike[str]) -> None:
-    """The histogram as an SVG file: latency to the right and calls upwards, both logarithmic."""
-    edges, counts = result.histogram
-    top = np.log1p(max(counts) or 1)
-    width, height, pad = 640, 240, 40
-    step = (width - 2 * pad) / len(counts)
-    bars = "".join(
-        f'<rect x="{pad + i * step:.1f}" y="{height - pad - (height - 2 * pad) * np.log1p(c) / top:.1f}" '
-        f'width="{step * 0.9:.1f}" height="{(height - 2 * pad) * np.log1p(c) / top:.1f}" fill="#36c"/>'
-        for i, c in enumerate(counts)
-        if c
-    )
-    ticks = "".join(
-        f'<text x="{pad + i * step:.1f}" y="{height - pad + 16}" font-size="11" text-anchor="middle">'
-        f"{edges[i] / 1e3:.2g}</text>"
-        for i in range(0, len(edges), 10)
-    )
-    title = f"{Path(result.path).name}: calls by latency in us, both axes logarithmic"
-    text = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
-        f'<text x="{pad}" y="20" font-size="13">{title}</text>{bars}{ticks}</svg>\n'
-    )
-    temporary = Path(f"{path}.partial")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def _draw_example(library: Library) -> list[torch.Tensor]:
+    """Random inputs in the shapes of the model (not of one event); zero for integers, which every table has."""
+    d, drawn = library.description, []
+    for item in library.inputs:
+        shape = list(item.shape)
+        if item.name in d["time_inputs"]:
+            shape[d["time_inputs"][item.name]] = d["window"]
+        dtype = getattr(torch, item.dtype)
+        drawn.append(
+            torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+        )
+    return drawn
 
 
-def write_json(result: BenchResult, path: str | os.PathLike[str]) -> None:
-    """The result as a JSON file."""
-    temporary = Path(f"{path}.partial")
-    temporary.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
-    os.replace(temporary, path)
+def _compare(
+    library: Library,
+    against: nn.Module | torch.export.ExportedProgram,
+    example: torch.Tensor | Sequence[torch.Tensor],
+    peers: Sequence[str],
+    calls: int,
+    blocks: int,
+) -> Comparison:
+    inputs = [example] if isinstance(example, torch.Tensor) else list(example)
+    if isinstance(against, nn.Module):
+        model = copy.deepcopy(against).cpu().eval()
+    else:
+        if not inputs and against.example_inputs:
+            inputs = list(against.example_inputs[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # its guards are checks of every call that the eager model does not have
+            model = against.module(check_guards=False)
+    inputs = [x.detach().cpu().contiguous() for x in inputs or _draw_example(library)]
+    compiled = make_handle(library, use_own_instance=True)
+    try:
+        with one_thread():
+            error = check_model(compiled, model, inputs, only=("given",)).errors.get("given")
+    except Exception as fault:
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        text = next(iter(str(fault).splitlines()), "")
+        raise InputError(
+            f"the model to compare with does not take inputs of shapes {shapes}: {text}"
+        ) from None
+    arrays: list[npt.NDArray[np.generic]] = []
+    for x, item in zip(inputs, library.inputs, strict=True):
+        given = x.numpy()
+        if item.name in library.description["time_inputs"]:
+            given = np.take(given, [0], axis=library.description["time_inputs"][item.name])
+        arrays.append(np.ascontiguousarray(given))
+    every = [*arrays, *(np.zeros(item.shape, np.float32) for item in library.outputs)]
+    into = compiled.into
+    with tempfile.TemporaryDirectory(prefix="hotloop-peers-") as folder, one_thread():
+        ready, failed = prepare_peers(peers, model, inputs, Path(folder))
+        found = measure_in_turns({"hotloop": lambda: into(*every), **ready}, count=calls, blocks=blocks)
+    notes = []
+    if library.description["streaming"]:
+        compiled.reset()
+        notes.append(
+            "hotloop takes one event, prep and commit; the others compute the whole window of "
+            f"{library.description['window']} at each event"
+        )
+    if not isinstance(against, nn.Module):
+        notes.append("an exported program can be slower in eager than the module it was exported from")
+    rows = [_row(name, Samples(samples, 0.0)) for name, samples in found.items()]
+    return Comparison(rows, failed, error, notes)

@@ -8,6 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hotloop.native.lowering import lower
 from hotloop.native.passes import optimise
 from hotloop.native.quantise import LayerError, read_batches, set_scales
 from hotloop.native.verify import BOUND, INT8_BOUND, check_model, measure_error
+from hotloop.native.work import count_work
 
 __all__ = ["build", "find_time", "generate"]
 
@@ -178,6 +180,7 @@ def _emit(graph: Graph, captured: Captured, precision: str, target: str) -> Emit
         "precision": precision,
         "time_inputs": graph.time_inputs,
         "output_rows": graph.output_rows,
+        "work": {"commit": asdict(count_work(graph.nodes)), "prep": asdict(count_work(graph.prep))},
     }
     return emit_library(graph, find_target(target), facts)
 

@@ -50,6 +50,9 @@ OUT void measure(call_t call, prep_t prep, void *model, const void *const *in, v
         } else if (spoil == 2) {
             uint64_t until = __rdtsc() + (uint64_t)junk_bytes;
             while (__rdtsc() < until) _mm_pause();
+        } else if (spoil == 3) {
+            struct timespec rest = {0, junk_bytes};
+            nanosleep(&rest, 0);
         }
         uint64_t a = begin();
         call(model, now, out);

@@ -32,6 +32,7 @@ from hotloop.native.graph import (
 from hotloop.native.lowering import lower
 from hotloop.native.passes import optimise
 from hotloop.native.timing import Core, measure_core
+from hotloop.native.work import count_multiply_adds, count_weight_bytes
 
 __all__ = ["Estimate", "estimate", "estimate_graph"]
 
@@ -89,7 +90,7 @@ def _graph(captured: Captured, streaming: Streaming) -> Graph:
 def estimate_graph(graph: Graph, core: Core) -> Estimate:
     """Predict from an optimised graph and a core's rates."""
     nodes = graph.all_nodes()
-    weight_bytes = sum(_weight_bytes(node) for node in nodes)
+    weight_bytes = sum(count_weight_bytes(node) for node in nodes)
     working = weight_bytes + sum(view.count * 4 for node in nodes for view in node.writes())
     if working <= core.l1_bytes:
         level, rate = "L1", core.l1_rate
@@ -103,24 +104,10 @@ def estimate_graph(graph: Graph, core: Core) -> Estimate:
         _CALL_NS + sum(total for total, _ in commit),
         sum(floor for _, floor in commit),
         sum(total for total, _ in prep),
-        sum(_multiply_adds(node) for node in nodes if not isinstance(node, Loop)),
+        sum(count_multiply_adds(node) for node in nodes if not isinstance(node, Loop)),
         weight_bytes,
         level,
     )
-
-
-def _weight_bytes(node: Node) -> int:
-    if isinstance(node, Taps):
-        return node.weight.size * (1 if node.scale is not None else 4)
-    return 0
-
-
-def _multiply_adds(node: Node) -> int:
-    if isinstance(node, Taps):
-        return int(node.rows.shape[0] * node.weight.size)
-    if isinstance(node, MatMul):
-        return int(node.out.count * node.a.shape[-1])
-    return 0
 
 
 def _functions(expr: Expr | None, seen: set[int]) -> int:
@@ -135,9 +122,9 @@ def _predict(node: Node, core: Core, rate: float) -> tuple[float, float]:
     if isinstance(node, Loop):
         parts = [_predict(item, core, rate) for item in node.body]
         return node.count * sum(t for t, _ in parts), node.count * sum(f for _, f in parts)
-    work = _multiply_adds(node)
+    work = count_multiply_adds(node)
     speed = core.multiply_rate * (3.5 if isinstance(node, Taps) and node.scale is not None else 1.0)
-    floor = max(work / speed, _weight_bytes(node) / rate) * 1e9
+    floor = max(work / speed, count_weight_bytes(node) / rate) * 1e9
     if isinstance(node, Taps):
         vectors = node.rows.shape[0] * -(-node.weight.shape[2] // 16)
         # outputs that do not fill a vector are computed all the same
@@ -146,7 +133,7 @@ def _predict(node: Node, core: Core, rate: float) -> tuple[float, float]:
             if node.weight.shape[2] > 5
             else work
         )
-        busy = max(padded / speed / _EFFICIENCY, _weight_bytes(node) / rate / 0.9) * 1e9
+        busy = max(padded / speed / _EFFICIENCY, count_weight_bytes(node) / rate / 0.9) * 1e9
         functions = _functions(node.epilogue, set())
         return _NODE_NS + busy + vectors * (_VECTOR_NS + functions * _FUNCTION_NS), floor
     if isinstance(node, MatMul):

@@ -130,12 +130,14 @@ def measure_calls(
     prep: bool = False,
     cold: bool = False,
     idle_us: float = 0.0,
+    asleep_us: float = 0.0,
     core: int | None = None,
 ) -> Samples:
     """Time `blocks` blocks of `calls` calls. `prep`: of a state machine only the commit. `cold`: every cache is
-    filled with other data before each call. `idle_us`: a pause before each call."""
-    spoil = 1 if cold else 2 if idle_us else 0
-    junk = 64 << 20 if cold else int(idle_us * 1e-6 * tick_rate())
+    filled with other data before each call. `idle_us`: before each call the core waits, awake. `asleep_us`: the
+    thread sleeps before each call, as one does that waits for the system to wake it (less than a second)."""
+    spoil = 1 if cold else 2 if idle_us else 3 if asleep_us else 0
+    junk = 64 << 20 if cold else int(asleep_us * 1e3) if asleep_us else int(idle_us * 1e-6 * tick_rate())
     driver = _driver()
     with pinned(core):
         call = int(library.table.call)

@@ -86,6 +86,8 @@ def make_reference(model: nn.Module, dtype: torch.dtype) -> Reference:
         if not isinstance(twin, torch.fx.GraphModule):
             # an exported program was in evaluation mode when it was exported, and refuses to be told
             twin.eval()
+        else:
+            _convert_program(twin, dtype)
 
     def run(inputs: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
         given = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
@@ -96,6 +98,22 @@ def make_reference(model: nn.Module, dtype: torch.dtype) -> Reference:
         return [r.detach().to(torch.float64).numpy() for r in results if isinstance(r, torch.Tensor)]
 
     return run
+
+
+def _convert_program(twin: torch.fx.GraphModule, dtype: torch.dtype) -> None:
+    """What `.to(dtype)` leaves as it was: the types written into an exported graph (a recurrent layer's first state),
+    and its tensors that are neither parameters nor buffers."""
+    for node in twin.graph.nodes:
+        if node.op == "get_attr":
+            *path, name = str(node.target).split(".")
+            owner = twin.get_submodule(".".join(path))
+            value = getattr(owner, name)
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+                setattr(owner, name, value.to(dtype))
+        node.args, node.kwargs = torch.fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda value: dtype if value is torch.float32 else value
+        )
+    twin.recompile()
 
 
 def _cases(example: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -236,7 +236,7 @@ MODELS = {
 }
 
 
-LONG_TO_COMPILE = {"deeplob", "wavenet", "patchtst"}
+LONG_TO_COMPILE = {"deeplob", "wavenet", "patchtst", "alstm-lstm"}
 
 
 def settle_norms(model: nn.Module, shape: tuple[int, ...]) -> None:

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--checkpoint", default="checkpoint/digits")
+    parser.add_argument("--resume", metavar="FOLDER", help="go on from the checkpoint there")
     args = parser.parse_args()
 
     loop = hotloop.Loop(seed=0, config=vars(args))
@@ -51,6 +52,8 @@ def main() -> None:
     steps = args.epochs * len(loader)
     scheduler = loop.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps))
 
+    if args.resume:
+        loop.load_state(args.resume)
     accuracy = float("nan")
     for _ in loop.epochs(args.epochs):
         model.train()

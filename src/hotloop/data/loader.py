@@ -53,6 +53,7 @@ class Loader:
     Attributes:
         epoch: number of the epoch that is running or comes next.
         handed_out: batches handed out since construction, over all epochs.
+        samples_handed_out: samples in them, on this process.
         live: an iteration is open: begun, not exhausted, not abandoned.
         with_grad: whether gradients were enabled when the last batch was handed out.
         at_last: the batch handed out last is the last one of its epoch, on every process.
@@ -85,6 +86,7 @@ class Loader:
         self.prefetch = prefetch
         self.epoch = 0
         self.handed_out = 0
+        self.samples_handed_out = 0
         self.live = False
         self.with_grad = True
         self.batch_samples = 0
@@ -228,6 +230,7 @@ class Loader:
                     if samples < 0:
                         samples = count_samples(batch)
                     self.batch_samples = samples
+                    self.samples_handed_out += samples
                     self.global_samples = step.global_samples if several else samples
                     self._recent.append((number, step.indices))
                 yield batch

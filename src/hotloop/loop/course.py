@@ -183,7 +183,7 @@ class Course:
     def samples_seen(self) -> int:
         """Samples trained on so far, as far as can be told without asking a device."""
         loader = self.preparer.training_loader()
-        return 0 if loader is None else loader.handed_out * loader.batch_samples
+        return 0 if loader is None else loader.samples_handed_out
 
     def end(self) -> None:
         """Catch no signals any more."""
@@ -203,4 +203,6 @@ class _UnderWay:
     def __exit__(self, *_: object) -> None:
         self._course._active = False
         self._course._signals.remove()
+        # what was logged last belongs on the line that stays
+        self._course._session.log.flush()
         self._course._session.progress.end()

@@ -55,7 +55,7 @@ class Loop:
         record: False to keep no record, or the folder for it; default a new one under `runs/`.
         settings: a TOML file of settings.
         device: "cpu", "cuda", "cuda:1"…; default what is found.
-        trackers: further sinks for logged values, such as `hotloop.metrics.TensorBoard`.
+        trackers: one or several further sinks for logged values, such as `hotloop.metrics.TensorBoard`.
 
     Arguments left at None come from HOTLOOP_<NAME>, the settings file, or the default: fp32, no accumulation,
     stop at the first non-finite loss.
@@ -89,7 +89,7 @@ class Loop:
         record: bool | StrPath | None = None,
         settings: StrPath | None = None,
         device: str | torch.device | None = None,
-        trackers: Sequence[Sink] = (),
+        trackers: Sequence[Sink] | Sink = (),
     ) -> None:
         given = {
             "precision": precision,
@@ -102,6 +102,13 @@ class Loop:
         }
         if parallel is not None and not isinstance(parallel, Plan):
             raise SettingError(f"parallel={parallel!r} is no hotloop.Plan; leave it out for data parallelism")
+        sinks: list[Any] = [trackers] if hasattr(trackers, "write_rows") else list(trackers)
+        for tracker in sinks:
+            if not hasattr(tracker, "write_rows") or not hasattr(tracker, "close"):
+                raise SettingError(
+                    f"trackers={tracker!r} is no tracker: give objects such as hotloop.metrics.TensorBoard(folder), "
+                    "with write_rows(rows) and close()"
+                )
         self.settings = find_settings(given, settings)
         self.device = find_device(self.settings["device"], local_rank=find_local_rank())
         self.processes = find_processes(self.device.type)
@@ -132,7 +139,7 @@ class Loop:
             processes=self.processes,
             settings=self.settings,
             config=config,
-            trackers=trackers,
+            trackers=sinks,
             clock=lambda: (self.updates, max(self._course.epoch, 0)),
             samples=lambda: self._course.samples_seen(),
         )
@@ -250,8 +257,8 @@ class Loop:
     ) -> torch.Tensor:
         """Make the gradients of `parameters` true and clip their joint norm, in one factor.
 
-        Inside an accumulation window it does nothing and returns the norm of what has accumulated. Returns the
-        norm before clipping, 0-d, on the device.
+        Returns the norm before clipping, 0-d, on the device. Inside an accumulation window it clips nothing, and the
+        norm is that of the sum so far, on the window's own scale: log it where the window ends.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self._window.boundary:

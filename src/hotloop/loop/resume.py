@@ -61,7 +61,11 @@ def take_snapshot(
         counts = {} if updates is None else {"attempted": updates.attempted, "pending": updates.pending}
         if updates is not None and hasattr(updates, "applied"):
             counts["applied"] = updates.applied
-        objects[f"optimizer{i}"] = {"state": _with_plain_rates(optimizer.state_dict()), "counts": counts}
+        objects[f"optimizer{i}"] = {
+            "class": type(optimizer).__name__,
+            "state": _with_plain_rates(optimizer.state_dict()),
+            "counts": counts,
+        }
     for i, scheduler in enumerate(registry.schedulers):
         objects[f"scheduler{i}"] = scheduler.state_dict()
     for i, thing in enumerate(registry.registered):
@@ -196,6 +200,9 @@ def _load_each(folder: Any, what: str, things: Sequence[Any], load: Any) -> None
 
 
 def _load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+    saved_class = saved.get("class", type(optimizer).__name__)
+    if saved_class != type(optimizer).__name__:
+        raise ValueError(f"the checkpoint holds the state of a {saved_class}")
     fused = [group.get("fused") for group in optimizer.param_groups]
     optimizer.load_state_dict(saved["state"])
     for group, mine in zip(optimizer.param_groups, fused, strict=True):

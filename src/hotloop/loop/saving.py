@@ -86,11 +86,11 @@ class Saver:
         return True
 
     def folder(self) -> Path:
-        """Where checkpoints go: the path last given, else the run's folder."""
+        """Where checkpoints go: the path last given, else the run's folder, else one that no other run has."""
         if self.path is not None:
             return self.path
         base = self._session.folder
-        return base / "checkpoint" if base is not None else Path("checkpoint")
+        return base / "checkpoint" if base is not None else Path(f"checkpoint-{os.getpid()}")
 
     def _is_due(self, target: Path, every: Every) -> bool:
         position = self._position()

@@ -156,7 +156,8 @@ def _end_at_exit(reference: weakref.ref[Session]) -> None:
     if session is None or session.ended:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and id(error) == session.error_before:
+    if error is not None and (id(error) == session.error_before or session.cell is not None):
+        # in a notebook the last error may be of any cell, and of any run
         error = None
     if isinstance(error, KeyboardInterrupt):
         session.end("interrupted", error)

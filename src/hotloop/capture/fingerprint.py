@@ -134,9 +134,8 @@ class Fingerprint:
         for name in names:
             if name in scope:
                 self._add_value(name, functools.partial(scope.get, name), names, depth)
-        for i, value in enumerate(function.__defaults__ or ()):
+        for i in range(len(function.__defaults__ or ())):
             self._add_value(f"default {i}", functools.partial(_default, function, i), names, depth)
-            del value
 
     def _add_value(self, name: str, getter: Callable[[], Any], names: set[str], depth: int) -> None:
         value = getter()

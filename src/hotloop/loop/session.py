@@ -76,7 +76,6 @@ class Session:
                     sinks += self._open_metrics(self.record.metrics_path)
             sinks += [self.progress, *trackers]
         self.log = Log(device, sinks)
-        self.silent = not sinks
         if cell is not None:
             _CELLS[cell.name].runs.append((self.folder, weakref.ref(self)))
         # a loop that is let go of before the program ends: its run is over

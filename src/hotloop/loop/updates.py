@@ -419,13 +419,13 @@ class ResidentUpdates(Updates):
         """Whether the step can be recorded: state and learning rate are on the device, nothing moves on the host."""
         return takes_device_rate(self.optimizer) and not self.host_schedule and self.route != "masked"
 
-    def host_marks(self) -> tuple[int, int]:
-        """What issuing a step changes on the host, to be put back when it was only recorded."""
-        return self.pending, self.issued
+    def host_marks(self) -> int:
+        """What issuing a step changes on the host and recording one must not, to be put back."""
+        return self.pending
 
-    def put_host_marks(self, marks: tuple[int, int]) -> None:
+    def put_host_marks(self, marks: int) -> None:
         """Put `host_marks` back."""
-        self.pending, _ = marks
+        self.pending = marks
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.

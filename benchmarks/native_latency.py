@@ -172,7 +172,7 @@ def run_machines(models: dict[str, tuple[nn.Module, Example]], quick: bool, fold
 
 
 def main() -> None:
-    options = arguments(__doc__, peers="ort,openvino,aoti,eager", only="")
+    options = arguments(__doc__, peers="ort,openvino,aoti,compile,eager", only="")
     torch.set_num_threads(1)
     core = measure_core()
     print(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -94,3 +95,31 @@ def test_weights_are_rounded_by_output() -> None:
     whole, step = quantise_weight(weight.astype(np.float32))
     assert np.abs(whole).max(axis=(0, 1)).tolist() == [127, 127, 0]
     assert (np.abs(whole * step - weight) <= step / 2 + 1e-6).all()
+
+
+def test_a_trained_classifier_decides_the_same_in_int8(tmp_path: Path) -> None:
+    digits = load_digits()
+    x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for epoch in range(8):
+        for rows in torch.randperm(1400, generator=torch.Generator().manual_seed(epoch)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    model.eval()
+    compiled = native.build(
+        model, x[:1], precision="int8", calibration=[(image[None],) for image in x[:256]],
+        out=tmp_path / "digits.so", quiet=True,
+    )  # fmt: skip
+    test = x[1400:]
+    fp32 = model(test).argmax(1)
+    int8 = torch.tensor([int(np.argmax(compiled(image[None].numpy()))) for image in test])
+    assert (fp32 == y[1400:]).float().mean() > 0.9
+    # of 397 images that neither training nor calibration saw, at most four may be judged otherwise
+    assert int((fp32 != int8).sum()) <= 4

@@ -5,25 +5,32 @@ stacks for the price and with them for the source line; both are timed without a
 finding, the predicted and the real saving of a step, whether the line is the one marked FAULT, and what is found in
 the repaired step (which should be nothing). Needs a CUDA GPU.
 
-    python -m benchmarks.doctor_pairs [--quick] [--json FILE]
+    python -m benchmarks.doctor_pairs [--quick] [--json FILE] [--keep FOLDER | --kept FOLDER]
+
+`--keep` leaves the traces and times in a folder; `--kept` judges such a folder, without a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.harness import Figure, arguments, report
-from hotloop.doctor import Finding, Trace, read
+from hotloop.doctor import Finding, read
+from hotloop.stalls import record_syncs
 
 Step = Callable[[], None]
 
@@ -52,7 +59,7 @@ def training(
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(x).float().square().mean()
+        loss = model(x).float().square().mean()  # FAULT fp32 matmul
         loss.backward()
         optimizer.step()
         return loss
@@ -118,15 +125,10 @@ def loading(repaired: bool) -> Step:
     loader = torch.utils.data.DataLoader(
         _Slow(), batch_size=4, num_workers=6 if repaired else 0, persistent_workers=repaired
     )
-
-    def forever() -> Iterator[torch.Tensor]:
-        while True:
-            yield from loader
-
-    batches = forever()
+    batches = iter(loader)
 
     def step() -> None:
-        next(batches)
+        next(batches)  # FAULT no workers
         train()
 
     return step
@@ -134,7 +136,7 @@ def loading(repaired: bool) -> Step:
 
 class _Slow(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
-        return 4096
+        return 65536
 
     def __getitem__(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index)
@@ -159,7 +161,7 @@ def unfused(repaired: bool) -> Step:
     weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 
     def chain(x: torch.Tensor) -> torch.Tensor:
-        return ((x * 1.1 + 0.3).tanh() * 0.5 + 0.1).sigmoid() * 2.0 - 1.0
+        return ((x * 1.1 + 0.3).tanh() * 0.5 + 0.1).sigmoid() * 2.0 - 1.0  # FAULT unfused chain
 
     chosen = torch.compile(chain) if repaired else chain
 
@@ -173,7 +175,11 @@ def unfused(repaired: bool) -> Step:
 def single_precision(repaired: bool) -> Step:
     torch.backends.cuda.matmul.allow_tf32 = False
     train = training(4096, 6, 4096, torch.bfloat16 if repaired else torch.float32)
-    return lambda: (train(), None)[1]
+
+    def step() -> None:
+        train()
+
+    return step
 
 
 def thrash(repaired: bool) -> Step:
@@ -183,7 +189,7 @@ def thrash(repaired: bool) -> Step:
         train()
         torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
         if not repaired:
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # FAULT allocator thrash
 
     return step
 
@@ -193,7 +199,11 @@ def looped_optimizer(repaired: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=repaired, foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return optimizer.step
+
+    def step() -> None:
+        optimizer.step()  # FAULT looped optimizer
+
+    return step
 
 
 PAIRS = (
@@ -210,7 +220,8 @@ PAIRS = (
 )
 
 
-def record(step: Step, path: Path, *, stacks: bool, active: int) -> Trace:
+def record(step: Step, path: Path, *, stacks: bool, active: int) -> None:
+    """Profile `active` steady steps and write the trace to `path`."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -224,80 +235,141 @@ def record(step: Step, path: Path, *, stacks: bool, active: int) -> Trace:
         for _ in range(6 + active):
             step()
             profiler.step()
-    return read(path)
 
 
 def step_ms(step: Step, *, steps: int) -> float:
-    """Median over five rounds of milliseconds a step, the device's work included."""
-    rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - start) * 1000 / steps)
-    return statistics.median(rounds)
+    """Milliseconds a step, the device's work included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1000 / steps
 
 
 def marked_line(name: str) -> int:
+    """Line of this file that is marked as the fault of a pair; 0 if none is."""
     lines = Path(__file__).read_text().splitlines()
     return next((number for number, line in enumerate(lines, 1) if line.endswith(f"# FAULT {name}")), 0)
 
 
+def measure(pair: Pair, folder: Path, *, quick: bool) -> None:
+    """Time a pair, the two in turn, and leave its traces and times in the folder."""
+    steps, active = (10, 5) if quick else (40, 10)
+    faulty, repaired = pair.make(False), pair.make(True)
+    for step in (faulty, repaired):
+        for _ in range(8):
+            step()
+    times: dict[str, list[float]] = {"slow": [], "fast": []}
+    for _ in range(5):
+        times["slow"].append(step_ms(faulty, steps=steps))
+        times["fast"].append(step_ms(repaired, steps=steps))
+    record(faulty, folder / "price.json.gz", stacks=False, active=active)
+    record(faulty, folder / "line.json.gz", stacks=True, active=3)
+    record(repaired, folder / "left.json.gz", stacks=False, active=active)
+    with record_syncs(torch.device("cuda"), copies=True) as seen:
+        faulty()
+    (folder / "times.json").write_text(
+        json.dumps({**times, "syncs": [[sync.file, sync.line, sync.reason] for sync in seen]})
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a pair; milliseconds a step."""
+
+    predicted: float
+    shown: float
+    real: float
+    slow: float
+    line: bool
+    left: tuple[str, ...]
+    text: str
+
+    @property
+    def error(self) -> float:
+        """Of the predicted saving, against the real one, or against the step where nothing is to be saved."""
+        return (self.predicted - self.real) / (self.real if abs(self.real) > 0.02 * self.slow else self.slow)
+
+
+def judge(pair: Pair, folder: Path) -> Verdict:
+    """Compare what the doctor says about a pair's traces with what was measured."""
+    priced, placed, left = (read(folder / f"{name}.json.gz") for name in ("price", "line", "left"))
+    times = json.loads((folder / "times.json").read_text())
+    slow, fast = statistics.median(times["slow"]), statistics.median(times["fast"])
+    mine = [f for f in priced.findings() if f.rule in pair.rule]
+    edits = [f.edit for f in mine if f.edit is not None]
+    # the repair is made alone; the page prices a finding with those above it repaired before
+    alone = priced.what_if(edits).saved_s / max(priced.timeline.steps, 1) if edits else 0.0
+    stalls: list[Finding] = [*placed.findings(), *placed.diagnosis.harmless]
+    places = [f.place for f in stalls if f.rule in pair.rule and f.place is not None]
+    line = marked_line(pair.name)
+    seen = {number for file, number, _ in times["syncs"] if file.endswith("doctor_pairs.py")}
+    replay = priced.case.replay
+    text = (
+        f"findings {[(f.rule, round(1000 * (f.per_step or 0), 3)) for f in priced.findings()]}, harmless "
+        f"{[f.rule for f in priced.diagnosis.harmless]}; marked {line}, found {[str(p) for p in places]}, "
+        f"hooks saw {sorted(seen)}; {replay.why_not or f'replay {replay.error:+.2%}'}; "
+        f"traced step {priced.timeline.step_us / 1000:.3f} ms"
+    )
+    return Verdict(
+        1000 * alone,
+        sum(1000 * (f.per_step or 0.0) for f in mine),
+        slow - fast,
+        slow,
+        any(place.line == line and place.exact for place in places) or seen == {line},
+        tuple(f.rule for f in left.findings()),
+        text,
+    )
+
+
 def main() -> None:
-    options = arguments(__doc__)
-    steps, active = (10, 5) if options.quick else (40, 10)
-    figures: list[Figure] = []
-    errors: list[float] = []
-    lines: list[bool] = []
-    with tempfile.TemporaryDirectory() as folder:
+    """Measure each pair in a process of its own (`--only` does one), and tell; `--kept` judges what was kept."""
+    options = arguments(__doc__, keep="", kept="", only="")
+    if options.only:
+        measure(
+            next(pair for pair in PAIRS if pair.name == options.only), Path(options.keep), quick=options.quick
+        )
+        return
+    if not options.kept and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    verdicts: dict[str, Verdict] = {}
+    with tempfile.TemporaryDirectory() as scratch:
         for pair in PAIRS:
-            faulty = pair.make(False)
-            for _ in range(8):
-                faulty()
-            priced = record(faulty, Path(folder) / "price.json", stacks=False, active=active)
-            placed = record(faulty, Path(folder) / "line.json", stacks=True, active=active)
-            slow = step_ms(faulty, steps=steps)
-            repaired = pair.make(True)
-            for _ in range(8):
-                repaired()
-            left = record(repaired, Path(folder) / "left.json", stacks=False, active=active)
-            fast = step_ms(repaired, steps=steps)
-            mine = [f for f in priced.findings() if f.rule in pair.rule]
-            predicted = 1000 * sum(f.per_step or 0.0 for f in mine)
-            real = slow - fast
-            error = (predicted - real) / real if abs(real) > 0.02 * slow else (predicted - real) / slow
-            errors.append(abs(error))
-            first = priced.findings()[0].rule if priced.findings() else "none"
-            line = told(placed, pair)
-            if line is not None:
-                lines.append(line)
+            folder = Path(options.kept or options.keep or scratch) / re.sub(r"\W+", "-", pair.name)
+            try:
+                if not options.kept:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    command = [sys.executable, "-m", "benchmarks.doctor_pairs", "--only", pair.name]
+                    command += ["--keep", str(folder), *(["--quick"] if options.quick else [])]
+                    subprocess.run(command, check=True, timeout=90)
+                verdicts[pair.name] = verdict = judge(pair, folder)
+            except Exception:
+                print(f"{pair.name}: failed", flush=True)
+                traceback.print_exc()
+                continue
             print(
-                f"{pair.name:20} first {first:14} predicted {predicted:7.3f} ms, real {real:7.3f} of {slow:.3f} ms, "
-                f"error {error:+.0%}, line {line}, left: {[f.rule for f in left.findings()]}; "
-                f"{priced.case.replay.why_not or f'replay {priced.case.replay.error:+.2%}'}"
+                f"{pair.name:20} predicted {verdict.predicted:7.3f} ms (shown {verdict.shown:.3f}), real "
+                f"{verdict.real:7.3f} of {verdict.slow:.3f} ms, error {verdict.error:+.0%}, line {verdict.line}, "
+                f"left {list(verdict.left)}\n    {verdict.text}",
+                flush=True,
             )
-            figures.append(Figure(f"{pair.name}: predicted saving", predicted, "ms/step", limit=real))
-            del faulty, repaired
-            torch.cuda.empty_cache()
+    if not verdicts:
+        raise SystemExit("no pair came through")
+    figures = [
+        Figure(f"{name}: predicted saving", v.predicted, "ms/step", limit=v.real)
+        for name, v in verdicts.items()
+    ]
+    errors = [abs(v.error) for v in verdicts.values()]
     figures.append(Figure("median error of the price", 100 * statistics.median(errors), "%"))
-    figures.append(Figure("exact lines", 100 * sum(lines) / max(len(lines), 1), "%"))
+    figures.append(Figure("exact lines", sum(v.line for v in verdicts.values()), f"of {len(PAIRS)}"))
+    figures.append(
+        Figure(
+            "repaired steps without a finding", sum(not v.left for v in verdicts.values()), f"of {len(PAIRS)}"
+        )
+    )
     report("prices against repairs", figures, options.json)
 
 
-def told(trace: Trace, pair: Pair) -> bool | None:
-    """Whether the finding names the marked line; None if the pair marks none."""
-    line = marked_line(pair.name)
-    if not line:
-        return None
-    stalls: list[Finding] = [*trace.findings(), *trace.diagnosis.harmless]
-    found = [f.place for f in stalls if f.rule in pair.rule and f.place is not None]
-    return any(place.line == line and place.exact for place in found)
-
-
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU")
-    F.relu(torch.zeros(1, device="cuda"))
     main()

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -55,15 +56,19 @@ class Sync:
         file: source file of the innermost frame outside torch and hotloop.
         line: line number there.
         text: that line.
+        pageable: a copy that was to be asynchronous, but comes from memory that is not pinned.
     """
 
     file: str
     line: int
     text: str
+    pageable: bool = False
 
     @property
     def reason(self) -> str:
         """Why it waits and what to do, in a few words."""
+        if self.pageable:
+            return "copies from pageable memory, where non_blocking has no effect: pin_memory() it beforehand"
         for pattern, cause, cure in _CURES:
             if re.search(pattern, self.text):
                 return f"{cause}: {cure}"
@@ -74,18 +79,23 @@ class Sync:
 
 
 @contextmanager
-def record_syncs(device: torch.device) -> Iterator[list[Sync]]:
+def record_syncs(device: torch.device, *, copies: bool = False) -> Iterator[list[Sync]]:
     """The synchronising calls made inside, in order; the list fills as they happen.
 
     CUDA only (through `torch.cuda.set_sync_debug_mode("warn")`, which is process-wide while it lasts); elsewhere the
-    list stays empty. Pageable `non_blocking` copies are not seen.
+    list stays empty.
+
+    Args:
+        device: the one that is waited for.
+        copies: see `Tensor.to`, `cuda` and `copy_` with `non_blocking=True` from pageable memory as well: they hold
+            the host, and the debug mode does not see them.
     """
     found: list[Sync] = []
     if device.type != "cuda":
         yield found
         return
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("always")
         show = warnings.showwarning
 
@@ -98,6 +108,8 @@ def record_syncs(device: torch.device) -> Iterator[list[Sync]]:
                 show(message, category, filename, lineno)
 
         warnings.showwarning = notice  # type: ignore[assignment]
+        if copies:
+            stack.enter_context(_watch_copies(found))
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
@@ -105,7 +117,41 @@ def record_syncs(device: torch.device) -> Iterator[list[Sync]]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _locate(frame: FrameType | None) -> Sync:
+@contextmanager
+def _watch_copies(found: list[Sync]) -> Iterator[None]:
+    """Note asynchronous copies to a CUDA device whose source is not pinned."""
+
+    def watched(method: Callable[..., Any], to_self: bool) -> Callable[..., Any]:
+        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = method(self, *args, **kwargs)
+            source, target = (args[0] if args else kwargs.get("src"), self) if to_self else (self, result)
+            if (
+                isinstance(source, torch.Tensor)
+                and source.device.type == "cpu"
+                and target.is_cuda
+                and (kwargs.get("non_blocking") or any(value is True for value in args))
+                and not source.is_pinned()
+            ):
+                found.append(_locate(sys._getframe(1), pageable=True))
+            return result
+
+        return call
+
+    # set on Tensor, these hide the methods of its C base class; deleting them brings those back
+    before = {name: vars(torch.Tensor).get(name) for name in ("to", "cuda", "copy_")}
+    for name in before:
+        setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name), name == "copy_"))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, method)
+
+
+def _locate(frame: FrameType | None, *, pageable: bool = False) -> Sync:
     """The innermost frame that is the user's own."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     theirs = os.path.dirname(os.path.abspath(torch.__file__))
@@ -118,4 +164,4 @@ def _locate(frame: FrameType | None) -> Sync:
     frame = frame or first
     assert frame is not None
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return Sync(frame.f_code.co_filename, frame.f_lineno, text)
+    return Sync(frame.f_code.co_filename, frame.f_lineno, text, pageable)

@@ -89,7 +89,7 @@ class Watch:
             record_shapes=not stacks,
         )
         if stacks and cuda:
-            self.syncs = self._stack.enter_context(record_syncs(torch.device("cuda")))
+            self.syncs = self._stack.enter_context(record_syncs(torch.device("cuda"), copies=True))
         self._profiler.start()
 
     def _end_window(self) -> None:

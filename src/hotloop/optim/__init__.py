@@ -1,18 +1,54 @@
-"""Optimizers: gradients, clipping, refused updates, schedules run ahead."""
+"""Optimizers: gradients, clipping, refused updates, rates and schedules run ahead."""
 
+from hotloop.optim.curves import Curve, Mark, draw_page, draw_svg, draw_text
 from hotloop.optim.gradients import as_real_dense, clip_coefficient, gradients_of, total_norm
+from hotloop.optim.rate_scheduler import RateScheduler
+from hotloop.optim.rates import (
+    Piece,
+    Rate,
+    constant,
+    cosine,
+    exponential,
+    inverse_sqrt,
+    linear,
+    one_cycle,
+    piecewise,
+    warmup_cosine,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_stable_decay,
+)
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
 from hotloop.optim.skipping import MaskedStep, choose_route, prefer_fused, takes_device_rate
 
 __all__ = [
+    "Curve",
+    "Mark",
     "MaskedStep",
+    "Piece",
+    "Rate",
+    "RateScheduler",
     "ShadowSchedule",
     "as_real_dense",
     "choose_route",
     "clip_coefficient",
+    "constant",
+    "cosine",
+    "draw_page",
+    "draw_svg",
+    "draw_text",
+    "exponential",
     "gradients_of",
+    "inverse_sqrt",
     "is_metric_driven",
+    "linear",
+    "one_cycle",
+    "piecewise",
     "prefer_fused",
     "takes_device_rate",
     "total_norm",
+    "warmup_cosine",
+    "warmup_inverse_sqrt",
+    "warmup_linear",
+    "warmup_stable_decay",
 ]

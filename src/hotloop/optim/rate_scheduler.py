@@ -1,0 +1,174 @@
+"""A rate as a torch scheduler: learning rate, momentum and weight decay of each group, one step for each update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hotloop.errors import OptimizerError, SettingError
+from hotloop.optim.rates import Rate
+
+__all__ = ["RateScheduler"]
+
+
+class RateScheduler(LRScheduler):
+    """Gives the groups of `optimizer` what `rates` say, at the time that has passed after each `step`.
+
+    It is a torch scheduler: call `step` after each update, save and load its state, put it into SequentialLR or
+    ChainedScheduler, prepare it with a Loop. There its values lie in a table on the device.
+
+    Args:
+        rates: one for all groups, or one for each group, in their order.
+        per_step: how much time one update takes: for a rate in epochs `1 / len(loader)`, in samples the batch size, in
+            tokens the tokens of a batch; a function of the update's number where that changes. Steps need none.
+        relative: the rates are factors of what each group's learning rate is now. Such schedulers chain: another one
+            on the same optimizer, or a change by hand, goes on to count as a factor. Otherwise a rate is the learning
+            rate itself, whatever it was.
+
+    Raises:
+        SettingError: a rate that is not in steps comes without `per_step`, or units differ.
+        OptimizerError: there are not as many rates as groups, or one has a momentum and its group has none.
+
+    >>> from hotloop.optim import rates
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    >>> scheduler = RateScheduler(optimizer, rates.linear(0.0, 0.4, 4))
+    >>> for _ in range(4):
+    ...     optimizer.step(); scheduler.step()
+    >>> scheduler.get_last_lr()
+    [0.4]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rates: Rate | Sequence[Rate],
+        *,
+        per_step: float | Callable[[int], float] | None = None,
+        relative: bool = False,
+        last_epoch: int = -1,
+    ) -> None:
+        groups = optimizer.param_groups
+        self.rates = [rates] * len(groups) if isinstance(rates, Rate) else list(rates)
+        if len(self.rates) != len(groups):
+            raise OptimizerError(
+                f"{len(self.rates)} rates for the {len(groups)} groups of {type(optimizer).__name__}: give one, or one "
+                "for each group in order"
+            )
+        units = sorted({rate.unit for rate in self.rates})
+        if len(units) > 1:
+            raise SettingError(
+                f"rates in {' and '.join(units)} cannot share one scheduler; convert with counted_in"
+            )
+        if per_step is None and units != ["steps"]:
+            raise SettingError(
+                f"a rate in {units[0]} needs per_step: how many {units[0]} one update takes"
+                + (", such as 1 / len(loader)" if units == ["epochs"] else "")
+            )
+        for rate, group in zip(self.rates, groups, strict=True):
+            if rate.momentum is not None and not {"momentum", "betas"} & group.keys():
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} has neither momentum nor betas to cycle: leave the momentum "
+                    "alone with rate.with_momentum(None)"
+                )
+            if rate.weight_decay is not None and "weight_decay" not in group:
+                raise OptimizerError(f"{type(optimizer).__name__} has no weight decay to change")
+        self.per_step = 1.0 if per_step is None else per_step
+        self.relative = relative
+        # where a variable per_step has brought it: update number and time
+        self._at = (0, 0.0)
+        self._factors = [1.0] * len(groups)
+        self._set: list[float | None] = [None] * len(groups)
+        super().__init__(optimizer, last_epoch)
+
+    @property
+    def time(self) -> float:
+        """The time now, in the unit of the rates."""
+        return self._time(max(self.last_epoch, 0))
+
+    def _time(self, step: int) -> float:
+        if not callable(self.per_step):
+            return step * self.per_step
+        done, time = self._at
+        if done > step:
+            done, time = 0, 0.0
+        while done < step:
+            time += self.per_step(done)
+            done += 1
+        self._at = (done, time)
+        return time
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Learning rates for the time now; sets momentum and weight decay on the way, as torch's OneCycleLR does."""
+        return self._rates_now(chained=self.relative)
+
+    def _get_closed_form_lr(self) -> list[float | torch.Tensor]:
+        return self._rates_now(chained=False)
+
+    def _rates_now(self, *, chained: bool) -> list[float | torch.Tensor]:
+        time = self.time
+        found: list[float | torch.Tensor] = []
+        for i, (rate, group) in enumerate(zip(self.rates, self.optimizer.param_groups, strict=True)):
+            value = rate(time)
+            if self.relative:
+                value *= float(self.base_lrs[i])
+                if chained:
+                    self._note_others(i, group["lr"])
+                    value *= self._factors[i]
+                self._set[i] = value
+            found.append(value)
+            if rate.momentum is not None:
+                _set_momentum(group, rate.momentum(time))
+            if rate.weight_decay is not None:
+                _set(group, "weight_decay", rate.weight_decay(time))
+        return found
+
+    def _note_others(self, i: int, lr: Any) -> None:
+        """What anybody else has multiplied the learning rate by since it was set here."""
+        mine = self._set[i]
+        # reading a tensor could wait for its device; after a zero nothing can be told
+        if mine and not isinstance(lr, torch.Tensor) and lr != mine and math.isfinite(lr):
+            self._factors[i] *= lr / mine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as plain numbers; the rates themselves are the program's."""
+        return {
+            "last_epoch": self.last_epoch,
+            "_step_count": self._step_count,
+            "_last_lr": [float(lr) for lr in self._last_lr],
+            "base_lrs": [float(lr) for lr in self.base_lrs],
+            "factors": list(self._factors),
+            "set": list(self._set),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = state_dict["_step_count"]
+        self._last_lr = list(state_dict["_last_lr"])
+        self.base_lrs = list(state_dict["base_lrs"])
+        self._factors = list(state_dict["factors"])
+        self._set = list(state_dict["set"])
+        self._at = (0, 0.0)
+
+
+def _set_momentum(group: dict[str, Any], value: float) -> None:
+    if "betas" in group:
+        first, *others = group["betas"]
+        if isinstance(first, torch.Tensor):
+            first.fill_(value)
+        else:
+            group["betas"] = (value, *others)
+    else:
+        _set(group, "momentum", value)
+
+
+def _set(group: dict[str, Any], name: str, value: float) -> None:
+    if isinstance(group[name], torch.Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value

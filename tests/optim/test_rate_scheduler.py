@@ -1,0 +1,188 @@
+"""Rates as torch schedulers: groups, units, saving and resuming, chaining, momentum and weight decay."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from hotloop.errors import OptimizerError, SettingError
+from hotloop.optim import RateScheduler, rates
+
+
+def make(kind="sgd", lr=0.1):
+    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [{"params": [p]}, {"params": [q], "lr": lr / 5}]
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=lr)
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9 if kind == "sgd" else 0.0)
+
+
+def step(optimizer, *schedulers):
+    optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()
+
+
+def lrs(optimizer):
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_one_rate_for_all_groups_or_one_each():
+    rate, other = rates.linear(0.0, 0.4, 8), rates.constant(0.3)
+    optimizer = make()
+    scheduler = rate.scheduler(optimizer)
+    for k in range(12):
+        assert lrs(optimizer) == [rate(k)] * 2 == scheduler.get_last_lr()
+        step(optimizer, scheduler)
+    optimizer = make()
+    scheduler = RateScheduler(optimizer, [rate, other])
+    step(optimizer, scheduler)
+    assert lrs(optimizer) == [rate(1), 0.3]
+
+
+def test_relative_rates_are_factors_of_each_group():
+    optimizer = make()
+    scheduler = rates.linear(0.0, 1.0, 4).scheduler(optimizer, relative=True)
+    for k in range(6):
+        assert lrs(optimizer) == [0.1 * min(k / 4, 1), 0.02 * min(k / 4, 1)]
+        step(optimizer, scheduler)
+
+
+@pytest.mark.parametrize(("kind", "read"), [("sgd", "momentum"), ("adamw", "betas")])
+def test_momentum_and_weight_decay_go_along(kind, read):
+    rate = rates.one_cycle(0.4, 20).with_weight_decay(rates.linear(0.1, 0.0, 20))
+    optimizer = make(kind)
+    theirs = make(kind)
+    reference = lr_scheduler.OneCycleLR(theirs, 0.4, total_steps=21, pct_start=7 / 21)
+    scheduler = rate.scheduler(optimizer)
+    same = rates.one_cycle(0.4, 20, warm=6 / 20).scheduler(make(kind))
+    for k in range(20):
+        for group in optimizer.param_groups:
+            momentum = group[read] if read == "momentum" else group[read][0]
+            assert momentum == rate.momentum(k)
+            assert group["weight_decay"] == pytest.approx(0.1 * (1 - k / 20))
+        for ours, torchs in zip(same.optimizer.param_groups, theirs.param_groups, strict=True):
+            assert ours["lr"] == pytest.approx(torchs["lr"], rel=1e-9)
+            assert ours[read] == pytest.approx(torchs[read], rel=1e-9)
+        step(optimizer, scheduler)
+        step(same.optimizer, same)
+        step(theirs, reference)
+
+
+def test_units():
+    epochs = rates.one_cycle(0.4, 3, unit="epochs")
+    scheduler = epochs.scheduler(make(), per_step=1 / 7)
+    samples = rates.linear(0.0, 1.0, 1000, unit="samples").scheduler(make(), per_step=50)
+    tokens = rates.linear(0.0, 1.0, 1000, unit="tokens").scheduler(
+        make(), per_step=lambda k: 10 if k < 5 else 100
+    )
+    for k in range(22):
+        assert scheduler.get_last_lr()[0] == pytest.approx(epochs(k / 7))
+        assert samples.get_last_lr()[0] == pytest.approx(min(k * 50 / 1000, 1))
+        assert tokens.time == min(k, 5) * 10 + max(k - 5, 0) * 100
+        for each in (scheduler, samples, tokens):
+            step(each.optimizer, each)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_state_goes_on_where_it_stopped(relative):
+    def build():
+        optimizer = make()
+        mine = rates.warmup_cosine(1.0, 30, warm=5).scheduler(
+            optimizer, relative=relative, per_step=lambda k: 2
+        )
+        return optimizer, mine
+
+    optimizer, scheduler = build()
+    whole = []
+    for k in range(12):
+        if k == 6:
+            state, saved = scheduler.state_dict(), optimizer.state_dict()
+        whole.append(lrs(optimizer))
+        step(optimizer, scheduler)
+    assert torch.utils._pytree.tree_all(lambda v: v is None or isinstance(v, int | float), state)
+    optimizer, scheduler = build()
+    scheduler.load_state_dict(state)
+    optimizer.load_state_dict(saved)
+    for k in range(6, 12):
+        assert lrs(optimizer) == whole[k]
+        step(optimizer, scheduler)
+
+
+def test_relative_rates_chain_with_others():
+    def run(order):
+        optimizer = make()
+        mine = rates.linear(0.5, 1.0, 10).scheduler(optimizer, relative=True)
+        theirs = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for k in range(15):
+            # the initial lr of torch's is the one that ours has set
+            wanted = [lr * (0.5 + 0.05 * min(k, 10)) * 0.9**k for lr in (0.1, 0.02)]
+            assert lrs(optimizer) == pytest.approx(wanted)
+            step(optimizer, *((mine, theirs) if order else (theirs, mine)))
+
+    run(True)
+    run(False)
+    optimizer = make()
+    chain = lr_scheduler.ChainedScheduler(
+        [
+            rates.linear(0.5, 1.0, 10).scheduler(optimizer, relative=True),
+            lr_scheduler.StepLR(optimizer, 4, 0.1),
+        ]
+    )
+    for k in range(9):
+        assert lrs(optimizer)[0] == pytest.approx(0.1 * (0.5 + 0.05 * k) * 0.1 ** (k // 4))
+        step(optimizer, chain)
+
+
+def test_inside_torchs_sequential():
+    optimizer = make()
+    rate = rates.exponential(0.2, 0.5)
+    both = lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5, 100), rate.scheduler(optimizer)], [3]
+    )
+    found = []
+    for _ in range(6):
+        found.append(lrs(optimizer)[0])
+        step(optimizer, both)
+    assert found == pytest.approx([0.05] * 3 + [0.2, 0.1, 0.05])
+
+
+def test_a_rate_that_is_a_tensor_is_written_into():
+    p = torch.nn.Parameter(torch.ones(1))
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([p], lr=rate, foreach=False)
+    scheduler = rates.linear(0.0, 0.4, 4).scheduler(optimizer)
+    held = optimizer.param_groups[0]["lr"]
+    step(optimizer, scheduler)
+    assert optimizer.param_groups[0]["lr"] is held
+    assert held.item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "error", "text"),
+    [
+        (
+            lambda: RateScheduler(make(), [rates.constant(1.0)] * 3),
+            OptimizerError,
+            "3 rates for the 2 groups",
+        ),
+        (lambda: rates.constant(1.0, unit="epochs").scheduler(make()), SettingError, "1 / len"),
+        (
+            lambda: RateScheduler(make(), [rates.constant(1.0), rates.constant(1.0, unit="epochs")]),
+            SettingError,
+            "epochs and steps",
+        ),
+        (
+            lambda: rates.one_cycle(1.0, 10).scheduler(torch.optim.Adagrad([torch.zeros(1)])),
+            OptimizerError,
+            "with_momentum",
+        ),
+        (
+            lambda: rates.constant(1.0).with_weight_decay(0.1).scheduler(torch.optim.Rprop([torch.zeros(1)])),
+            OptimizerError,
+            "no weight decay",
+        ),
+    ],
+)
+def test_mistakes_are_told(make_it, error, text):
+    with pytest.raises(error, match=text):
+        make_it()

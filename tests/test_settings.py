@@ -99,7 +99,7 @@ def test_names_of_the_peers_are_understood(alias, name):
 @pytest.mark.parametrize(
     ("setting", "value", "valid"),
     [
-        ("precision", "fp8", "fp32, tf32, bf16, fp16"),
+        ("precision", "fp7", "fp32, tf32, bf16, bf16-true, fp16, fp8, auto"),
         ("nonfinite", "raise", "stop, skip, ignore"),
         ("capture", "always", "auto, off, compile, graph, full"),
         ("accumulation", 0, "at least 1"),

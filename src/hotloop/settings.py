@@ -86,7 +86,11 @@ def _record(value: Any) -> Any:
     raise SettingError(f"record={value!r} is neither True, nor False, nor a folder")
 
 
-_PRECISIONS = {name: name for name in ("fp32", "tf32", "bf16", "fp16")} | {
+# Formats by every name that they are known by, here or at peers.
+_PRECISIONS = {
+    name: name
+    for name in ("fp32", "tf32", "bf16", "bf16-true", "fp16", "fp8", "auto", "fp4", "mxfp8", "nvfp4")
+} | {
     "no": "fp32",
     "32": "fp32",
     "32-true": "fp32",
@@ -96,12 +100,22 @@ _PRECISIONS = {name: name for name in ("fp32", "tf32", "bf16", "fp16")} | {
     "16-mixed": "fp16",
     "16": "fp16",
     "float16": "fp16",
+    "float8": "fp8",
+    "transformer-engine": "fp8",
 }
+
+
+def _precision(value: Any) -> Any:
+    # a `hotloop.precision.Precision` was checked when it was made, and is not imported here
+    if isinstance(getattr(value, "name", None), str) and hasattr(value, "autocast"):
+        return value
+    return _choice("precision", _PRECISIONS)(value)
+
 
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
-        Setting("precision", "fp32", _choice("precision", _PRECISIONS)),
+        Setting("precision", "fp32", _precision),
         Setting(
             "capture",
             "auto",

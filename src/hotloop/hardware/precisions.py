@@ -38,9 +38,11 @@ def _cuda_precisions(index: int) -> tuple[tuple[str, str], ...]:
     found = [("fp32", "in silicon"), ("fp16", "in silicon")]
     if torch.version.hip is not None:
         return (*found, ("bf16", "in silicon"))
-    major, _minor = torch.cuda.get_device_capability(index)
-    if major >= 8:
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= (8, 0):
         found += [("tf32", "in silicon"), ("bf16", "in silicon")]
+    if capability >= (8, 9):
+        found.append(("fp8", "in silicon"))
     return tuple(found)
 
 

@@ -29,7 +29,7 @@ from hotloop.nested import map_tensors
 from hotloop.optim import gradients_of, total_norm
 from hotloop.parallel import collectives
 from hotloop.parallel.plan import Plan
-from hotloop.precision import autocast_context, find_precision
+from hotloop.precision import Precision, autocast_context, find_precision
 from hotloop.seeds import seed_everything
 from hotloop.settings import SETTINGS, find_settings
 from hotloop.state import HostState, LossScale, ResidentState
@@ -43,7 +43,8 @@ class Loop:
     """Your own training loop on whatever hardware is there.
 
     Args:
-        precision: "fp32", "tf32", "bf16" or "fp16".
+        precision: "fp32", "tf32", "bf16", "bf16-true", "fp16", "fp8", "auto", or a `hotloop.precision.Precision`
+            with options.
         capture: what `@loop.capture` does: "auto" (graphs on a CUDA device, plain Python elsewhere), "off", "compile"
             (prepared modules' forwards compiled), "graph" (the whole step as one launch), "full" (both).
         accumulation: micro-batches per update, counted in batches of the loader that feeds training.
@@ -78,7 +79,7 @@ class Loop:
 
     def __init__(
         self,
-        precision: str | None = None,
+        precision: str | Precision | None = None,
         *,
         capture: str | None = None,
         accumulation: int | None = None,
@@ -138,12 +139,15 @@ class Loop:
             device=self.device,
             processes=self.processes,
             settings=self.settings,
+            precision=self.precision.options(),
             config=config,
             trackers=sinks,
             clock=lambda: (self.updates, max(self._course.epoch, 0)),
             samples=lambda: self._course.samples_seen(),
         )
         self._say = self._session.notes.say
+        if self.precision.reason:
+            self._say(f"precision auto is {self.precision.name}: {self.precision.reason}")
         self._write_row = self._session.log.write
         self._faults = Faults(self._state, self._window, self.processes.rank, self._session)
         self._course = Course(
@@ -199,7 +203,11 @@ class Loop:
             PrepareError: an object is none of these, or an optimizer's parameters are not on the device.
             OptimizerError: `nonfinite="skip"` with an optimizer that cannot be skipped on the device.
         """
-        return self._preparer.prepare(objects)
+        prepared = self._preparer.prepare(objects)
+        if self._preparer.float8 and self._session.record is not None:
+            found = self._preparer.float8
+            self._session.record.update(fp8=[{"layers": x.chosen, "not": x.kept} for x in found])
+        return prepared
 
     def register(self, *objects: Any) -> None:
         """Save and resume these too: anything with `state_dict` and `load_state_dict`.
@@ -533,10 +541,13 @@ class Loop:
         lines = [
             f"device     {self.device}",
             f"processes  {self.processes.world} (this is {self.processes.rank})",
-            f"precision  {self.precision.name}",
+            f"precision  {self.precision}",
             f"window     {self._window.every} micro-batch(es) an update",
             f"nonfinite  {self._state.nonfinite}",
         ]
+        for layers in self._preparer.float8:
+            lines += [f"fp8        {name}" for name in layers.chosen]
+            lines += [f"not fp8    {name}: {reason}" for name, reason in layers.kept.items()]
         lines += [
             f"{name:10} from {source}"
             for name, source in self.settings.sources.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from hotloop.parallel.replica import make_replica
 from hotloop.precision import Precision
 from hotloop.state import HostState, ResidentState
 
+if TYPE_CHECKING:
+    from hotloop.precision import Float8Layers
+
 __all__ = ["Preparer"]
 
 
@@ -37,6 +40,7 @@ class Preparer:
         updates: the updates of each prepared optimizer, in order.
         keepers: those of the modules that have buffers to protect.
         replicated: the bindings of the modules whose gradients are exchanged between processes.
+        float8: of each prepared module, which of its layers compute in fp8; with precision "fp8" alone.
         expected_feed: which of the loaders fed training in the run that was resumed; -1 if unknown.
     """
 
@@ -58,6 +62,7 @@ class Preparer:
         self.updates: list[HostUpdates | ResidentUpdates] = []
         self.keepers: list[BufferKeeper] = []
         self.replicated: list[Binding] = []
+        self.float8: list[Float8Layers] = []
         self.expected_feed = -1
         self._schedules: dict[int, HostSchedule | ResidentSchedule] = {}
         self._device = device
@@ -92,11 +97,14 @@ class Preparer:
             if binding.window is self._window:
                 return module
             unbind_module(module)
+            _make_plain(module)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare takes the plain module, not one wrapped in DistributedDataParallel")
         if any(module is known for known in self.registry.modules):
             return module
         module.to(self._device)
+        if self._precision.name == "fp8":
+            self._compute_in_float8(module)
         keeper = None
         if (self._state.watching or self._processes.world > 1) and next(module.buffers(), None) is not None:
             keeper = BufferKeeper(module)
@@ -112,6 +120,13 @@ class Preparer:
             bind_module(module, binding)
         self.registry.modules.append(module)
         return module
+
+    def _compute_in_float8(self, module: nn.Module) -> None:
+        from hotloop.precision import install_float8
+
+        layers = install_float8(module, self._precision)
+        self.float8.append(layers)
+        self._say(f"{type(module).__name__}: {layers}")
 
     def _optimizer(self, optimizer: Any) -> Any:
         known = updates_of(optimizer)
@@ -220,3 +235,11 @@ class Preparer:
         if not fed and 0 <= self.expected_feed < len(loaders):
             return loaders[self.expected_feed]
         return next((x for x in fed if x.live), fed[0] if fed else None)
+
+
+def _make_plain(module: nn.Module) -> None:
+    """Take back what another loop's precision did to `module`."""
+    if any("_hotloop_float8" in m.__dict__ for m in module.modules()):
+        from hotloop.precision import remove_float8
+
+        remove_float8(module)

@@ -42,6 +42,7 @@ class Session:
     """Record, log, means, progress and notes of one Loop.
 
     Args:
+        precision: the number format in force, for the record.
         clock: gives (updates made, current epoch), cheaply and from any thread.
         samples: gives the samples trained on so far.
     """
@@ -52,6 +53,7 @@ class Session:
         device: torch.device,
         processes: Processes,
         settings: Settings,
+        precision: dict[str, Any],
         config: Any,
         trackers: Sequence[Sink],
         clock: Callable[[], tuple[int, int]],
@@ -64,7 +66,7 @@ class Session:
         self.error_before = id(getattr(sys, "last_value", None))
         cell = self.cell = current_cell()
         again = self._same_run(cell)
-        self.record = self._open_record(again, device, processes, settings, config)
+        self.record = self._open_record(again, device, processes, settings, config, precision)
         self.folder: Path | None = self.record.folder if self.record is not None else None
         self.progress = Progress(clock=clock, samples=samples, enabled=None if processes.is_main else False)
         self.notes.show = lambda line: self.progress.print(line, file=sys.stderr)
@@ -105,7 +107,13 @@ class Session:
             return []
 
     def _open_record(
-        self, again: Path | None, device: torch.device, processes: Processes, settings: Settings, config: Any
+        self,
+        again: Path | None,
+        device: torch.device,
+        processes: Processes,
+        settings: Settings,
+        config: Any,
+        precision: dict[str, Any],
     ) -> Record | None:
         wish = settings["record"]
         if wish is False:
@@ -113,7 +121,11 @@ class Session:
         from hotloop.hardware.machine import describe_machine
         from hotloop.runs import Record
 
-        facts = {"values": settings.values, "sources": settings.sources}
+        facts = {
+            "values": settings.values,
+            "sources": settings.sources,
+            "in_force": {"precision": precision},
+        }
         if again is not None and processes.is_main:
             # its folder may have been deleted in between
             with contextlib.suppress(HotloopError):

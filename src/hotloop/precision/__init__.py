@@ -1,6 +1,33 @@
-"""Number formats: names, what a device can do, autocast."""
+"""Number formats: names, what a device can do, autocast, 16-bit weights, fp8, agreement with fp32."""
 
+from typing import TYPE_CHECKING
+
+from hotloop.deferred import deferred
 from hotloop.precision.casting import autocast_context, outputs_to_float32
 from hotloop.precision.formats import Precision, find_precision
 
-__all__ = ["Precision", "autocast_context", "find_precision", "outputs_to_float32"]
+if TYPE_CHECKING:
+    from hotloop.precision.choice import choose_precision
+    from hotloop.precision.float8_layers import Float8Layers, choose_layers, install_float8, remove_float8
+
+__all__ = [
+    "Float8Layers",
+    "Precision",
+    "autocast_context",
+    "choose_layers",
+    "choose_precision",
+    "find_precision",
+    "install_float8",
+    "outputs_to_float32",
+    "remove_float8",
+]
+
+# most runs use none of these
+_LAYERS = ("Float8Layers", "choose_layers", "install_float8", "remove_float8")
+__getattr__ = deferred(
+    __name__,
+    {
+        "choose_precision": "hotloop.precision.choice",
+        **dict.fromkeys(_LAYERS, "hotloop.precision.float8_layers"),
+    },
+)

@@ -14,6 +14,7 @@ from hotloop.loop.buffers import BufferKeeper
 from hotloop.loop.window import Window
 from hotloop.optim.gradients import as_real_dense, clip_coefficient, total_norm
 from hotloop.optim.skipping import MaskedStep, choose_route, takes_device_rate
+from hotloop.stalls import LISTENERS, mark_step
 from hotloop.state.host import HostState
 from hotloop.state.resident import ResidentState
 
@@ -395,6 +396,8 @@ class ResidentUpdates(Updates):
             self._finish()
             state.keep_pace(counted, self.verdict)
             self._after(self)
+            if LISTENERS:
+                mark_step(self.optimizer)
 
         state.after_step(finish)
         return result

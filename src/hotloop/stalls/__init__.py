@@ -1,5 +1,6 @@
-"""Where and why the host waits for the device."""
+"""Where and why the host waits for the device, and where its steps end."""
 
+from hotloop.stalls.marks import LISTENERS, mark_step
 from hotloop.stalls.syncs import Sync, record_syncs
 
-__all__ = ["Sync", "record_syncs"]
+__all__ = ["LISTENERS", "Sync", "mark_step", "record_syncs"]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
+from hotloop.doctor.live.steps import StepMarks
 from hotloop.doctor.recorded import Trace, read
 
 __all__ = ["Window", "window"]
@@ -28,14 +29,13 @@ class Window:
 def window(*, stacks: bool = True, file: TextIO | None = None) -> Iterator[Window]:
     """Record the steps inside, and print what is slow in them when the block ends.
 
-    Steps are marked by the first optimizer that is used; warm the loop up before. Recording slows the host down, with
-    `stacks` more than without.
+    Steps are marked by the first optimizer that is used, or by a `Loop`; warm the loop up before. Recording slows the
+    host down, with `stacks` more than without.
 
     Args:
         stacks: record Python stacks, for source lines.
         file: where the page goes; default: stderr.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.profiler import ProfilerActivity, profile
 
     from hotloop.doctor.report import format_page, gather_facts
@@ -44,23 +44,12 @@ def window(*, stacks: bool = True, file: TextIO | None = None) -> Iterator[Windo
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     found = Window()
-    first: list[int] = []
     with tempfile.TemporaryDirectory(prefix="hotloop-doctor-") as folder:
         path = Path(folder) / "window.json"
         profiler = profile(activities=activities, with_stack=stacks, record_shapes=True)
 
-        def mark(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not first:
-                first.append(id(optimizer))
-            if id(optimizer) == first[0]:
-                profiler.step()
-
-        hook = register_optimizer_step_post_hook(mark)
-        try:
-            with profiler:
-                yield found
-        finally:
-            hook.remove()
+        with StepMarks(profiler.step), profiler:
+            yield found
         profiler.export_chrome_trace(str(path))
         found.trace = read(path)
     print(format_page(gather_facts(found.trace)), file=sys.stderr if file is None else file)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hotloop.doctor.live.steps import StepMarks
 from hotloop.doctor.recorded import Trace, read
 from hotloop.doctor.trace.stream import TraceError
 from hotloop.stalls import Sync, record_syncs
@@ -19,7 +20,7 @@ WARM_UP = 2
 
 
 class Watch:
-    """Counts the steps of the first optimizer that is used, and records two windows of them.
+    """Counts a program's steps (see `StepMarks`), and records two windows of them.
 
     Attributes:
         skip: steps before the first window. active: steps of each window. steps: steps seen so far.
@@ -31,35 +32,24 @@ class Watch:
         self.steps = 0
         self.syncs: list[Sync] = []
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-doctor-")
-        self._optimizer: int | None = None
+        self._marks = StepMarks(self._after_step)
         self._profiler: Any = None
         self._left = 0
+        self._over = False
         self._done: list[Path] = []
-        self._hook: Any = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._marks.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._remove_hook()
+        self._marks.close()
         if self._profiler is not None:
+            self._over = True
             self._end_window()
 
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # a program with several optimizers has one step for all of them
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        if id(optimizer) != self._optimizer:
-            return
+    def _after_step(self) -> None:
         self.steps += 1
         if self._profiler is not None:
             self._left -= 1
@@ -96,10 +86,10 @@ class Watch:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self._stack.close()
-        if len(self._done) < 2 and self._hook is not None:
+        if len(self._done) < 2 and not self._over:
             self._begin_window()
         else:
-            self._remove_hook()
+            self._marks.close()
 
     def traces(self) -> tuple[Trace | None, Trace | None]:
         """(the window without stacks, the one with them), as far as the program ran."""

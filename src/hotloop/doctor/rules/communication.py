@@ -38,7 +38,7 @@ def judge(case: Case) -> list[Finding]:
         return []
     total, exposed = exposed_us(case)
     window = case.idle.window_us
-    if exposed < 0.05 * window:
+    if window <= 0 or exposed < 0.05 * window:
         return []
     took = case.work_us[work]
     typical = float(np.median(took))

@@ -324,7 +324,8 @@ class Builder:
                 values["device"][index] = np.clip(
                     self._whole([args.device for _, args in given]), -1, 2**15 - 1
                 )
-                values["bytes"][index] = np.nan_to_num(self._numbers([args.bytes or 0 for _, args in given]))
+                size = np.nan_to_num(self._numbers([args.bytes or 0 for _, args in given]))
+                values["bytes"][index] = np.clip(size, 0, 2**62)
                 for place, args in given:
                     if args.grid:
                         self._kernel_rows.append(base + place)

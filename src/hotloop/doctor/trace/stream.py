@@ -197,9 +197,16 @@ def find_sources(path: str | Path) -> list[Source]:
         return [_file(p, str(p.relative_to(path))) for p in found]
     if not path.is_file():
         raise TraceError(f"there is no file {path}")
-    if path.stat().st_size and tarfile.is_tarfile(path):
+    if path.stat().st_size and _is_archive(path):
         return _members(path)
     return [_file(path, path.name)]
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return tarfile.is_tarfile(path)
+    except (tarfile.TarError, EOFError, OSError, zlib.error):
+        return False
 
 
 def _could_be(name: str) -> bool:

@@ -390,3 +390,45 @@ def test_modes_on_the_cpu(capsys):
     assert loop.capture(lambda x: x, mode="full").mode == "compile"
     with pytest.raises(hotloop.HotloopError, match="auto, off, compile, graph, full"):
         loop.capture(lambda x: x, mode="fast")
+
+
+def test_a_state_loaded_after_captures_brings_its_rate_to_the_recording(graph_loop, tmp_path):
+    def run(save_at):
+        torch.manual_seed(0)
+        loop = graph_loop()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        model, optimizer = loop.prepare(model, optimizer)
+
+        @loop.capture
+        def train(x):
+            loss = model(x).square().mean()
+            loop.backward(loss)
+            loop.update(optimizer)
+            return loss
+
+        for k in range(8):
+            if k == 6:
+                optimizer.param_groups[0]["lr"] = 0.01
+            train(torch.full((2, 3), 1.0 + k))
+            if k == save_at:
+                loop.save_state(tmp_path / "c", wait=True)
+        return loop, model, optimizer, train
+
+    loop, model, optimizer, train = run(save_at=5)
+    late = model.weight.detach().clone()
+    loop.resume(tmp_path / "c")
+    captures = train.captures
+    for k in (6, 7):
+        # without the loaded rate, 0.1, the recording would go on with 0.01
+        train(torch.full((2, 3), 1.0 + k))
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
+    assert not torch.equal(model.weight, late)
+    again, model_again, optimizer_again, train_again = run(save_at=-1)
+    again.resume(tmp_path / "c")
+    optimizer_again.param_groups[0]["lr"] = 0.1
+    with again.eager():
+        for k in (6, 7):
+            train_again(torch.full((2, 3), 1.0 + k))
+    assert torch.equal(model.weight, model_again.weight)
+    assert train.captures <= captures + 1

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from hotloop.optim import rates
+
 KINDS = ["host", "resident"]
 
 SCHEDULERS = {
@@ -40,7 +42,7 @@ def step(loop, model, optimizer, bad=False):
     optimizer.step()
 
 
-def rates(optimizer):
+def rates_of(optimizer):
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -59,7 +61,7 @@ def test_rates_and_momenta_are_torchs(make_loop, kind, name):
         theirs.step()
         reference.step()
         assert schedule.get_last_lr() == pytest.approx([float(v) for v in reference.get_last_lr()])
-        assert rates(optimizer) == pytest.approx(rates(theirs), rel=1e-6)
+        assert rates_of(optimizer) == pytest.approx(rates_of(theirs), rel=1e-6)
         ours = [group["momentum"] for group in optimizer.param_groups]
         assert ours == pytest.approx([group["momentum"] for group in theirs.param_groups])
     ours, wanted = schedule.state_dict(), reference.state_dict()
@@ -111,7 +113,7 @@ def test_two_schedulers_of_one_optimizer_multiply(make_loop, kind, together):
         for ours, torchs in zip((first, second), references, strict=True):
             ours.step()
             torchs.step()
-    assert rates(optimizer) == pytest.approx(rates(theirs), rel=1e-6)
+    assert rates_of(optimizer) == pytest.approx(rates_of(theirs), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +128,7 @@ def test_warmup_and_plateau_of_one_optimizer(make_loop, kind):
             step(loop, model, optimizer)
             warmup.step()
         plateau.step(metric)
-    assert rates(optimizer) == pytest.approx([0.001, 0.0002])
+    assert rates_of(optimizer) == pytest.approx([0.001, 0.0002])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +181,7 @@ def test_a_table_longer_than_it_was_filled(make_loop):
     )
     for _ in range(2500):
         schedule.step()
-    assert rates(optimizer) == pytest.approx([0.1 / 2501, 0.02 / 2501], rel=1e-6)
+    assert rates_of(optimizer) == pytest.approx([0.1 / 2501, 0.02 / 2501], rel=1e-6)
 
 
 def test_refusals_of_another_optimizer_hold_no_schedule_back(make_loop):
@@ -197,4 +199,119 @@ def test_refusals_of_another_optimizer_hold_no_schedule_back(make_loop):
     for number, refused in ((0, 5), (1, 0)):
         wanted = [rate * 0.5 ** (20 - refused) for rate in (0.1, 0.02)]
         assert schedules[number].get_last_lr() == pytest.approx(wanted)
-        assert rates(optimizers[number]) == pytest.approx(wanted)
+        assert rates_of(optimizers[number]) == pytest.approx(wanted)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """SGD with momentum that reads its settings where they lie, as hotloop's own optimizers do."""
+
+    device_settings = frozenset({"lr", "momentum", "betas", "weight_decay"})
+
+    def __init__(self, params, lr, momentum=0.9, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad + group["weight_decay"] * p)
+                p.sub_(buffer * group["lr"])
+
+
+def test_momentum_and_weight_decay_lie_in_the_table(make_loop):
+    rate = rates.one_cycle(0.3, 12).with_weight_decay(rates.linear(0.1, 0.0, 12))
+
+    def build(loop):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = OwnSGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}], lr=0.1)
+        return loop.prepare(model, optimizer, rate.scheduler(optimizer))
+
+    loop = make_loop("resident", nonfinite="ignore")
+    model, optimizer, schedule = build(loop)
+    host_model, host_optimizer, host_schedule = build(make_loop("host"))
+    held = [(g["lr"], g["momentum"], g["weight_decay"]) for g in optimizer.param_groups]
+    saved = None
+    for k in range(20):
+        for i, group in enumerate(optimizer.param_groups):
+            now = (group["lr"], group["momentum"], group["weight_decay"])
+            assert all(a is b for a, b in zip(now, held[i], strict=True))
+            wanted = (rate(k), rate.momentum(k), rate.weight_decay(k))
+            assert [float(v) for v in now] == pytest.approx(wanted, rel=1e-6)
+        step(loop, model, optimizer)
+        schedule.step()
+        host_model(torch.ones(4, 3)).square().mean().backward()
+        host_optimizer.step()
+        host_schedule.step()
+        for o in (optimizer, host_optimizer):
+            o.zero_grad()
+        if k == 5:
+            saved = schedule.state_dict()
+    for ours, theirs in zip(model.parameters(), host_model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    # a loaded state goes on in the same memory
+    schedule.load_state_dict(saved)
+    assert schedule.get_last_lr() == pytest.approx([rate(6)] * 2)
+    for i, group in enumerate(optimizer.param_groups):
+        now = (group["lr"], group["momentum"], group["weight_decay"])
+        assert all(a is b for a, b in zip(now, held[i], strict=True))
+        assert now[1].item() == pytest.approx(rate.momentum(6))
+        assert now[2].item() == pytest.approx(rate.weight_decay(6))
+
+
+def test_rates_with_betas_in_the_table(make_loop):
+    class OwnAdam(OwnSGD):
+        def __init__(self, params, lr):
+            torch.optim.Optimizer.__init__(self, params, {"lr": lr, "betas": (0.9, 0.99)})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                first, second = group["betas"]
+                assert isinstance(first, torch.Tensor)
+                assert second == 0.99
+
+    rate = rates.one_cycle(0.3, 12)
+    loop = make_loop("resident", nonfinite="ignore")
+    model = nn.Linear(3, 2)
+    optimizer = OwnAdam(model.parameters(), 0.1)
+    model, optimizer, schedule = loop.prepare(model, optimizer, rate.scheduler(optimizer))
+    for k in range(14):
+        assert optimizer.param_groups[0]["betas"][0].item() == pytest.approx(rate.momentum(k))
+        step(loop, model, optimizer)
+        schedule.step()
+    assert schedule.state_dict()["last_epoch"] == 14
+    # another loop takes it over with plain numbers
+    host = make_loop("host")
+    host.prepare(model, optimizer, schedule)
+    assert optimizer.param_groups[0]["betas"] == pytest.approx((0.95, 0.99))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_under_a_loop_resume(make_loop, kind, tmp_path):
+    rate = rates.warmup_cosine(0.5, 20, warm=4).with_momentum(rates.linear(0.95, 0.8, 20))
+
+    def build():
+        loop = make_loop(kind)
+        model, optimizer = make(kind)
+        return loop, *loop.prepare(model, optimizer, rate.scheduler(optimizer))
+
+    loop, model, optimizer, schedule = build()
+    for k in range(12):
+        if k == 7:
+            loop.save_state(tmp_path / "c", wait=True)
+        assert rates_of(optimizer) == pytest.approx([rate(k)] * 2, rel=1e-6)
+        assert optimizer.param_groups[0]["momentum"] == pytest.approx(rate.momentum(k))
+        step(loop, model, optimizer)
+        schedule.step()
+        optimizer.zero_grad()
+    again, other, optimizer, schedule = build()
+    again.load_state(tmp_path / "c")
+    for k in range(7, 12):
+        assert rates_of(optimizer) == pytest.approx([rate(k)] * 2, rel=1e-6)
+        assert optimizer.param_groups[0]["momentum"] == pytest.approx(rate.momentum(k))
+        step(again, other, optimizer)
+        schedule.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.weight, other.weight)

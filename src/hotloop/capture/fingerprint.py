@@ -1,8 +1,11 @@
-"""Everything a captured step has frozen: taken at each call, compared, and named where it changed.
+"""Everything a captured step has frozen: looked at in each call, compared, and named where it changed.
 
 A graph replays what was true when it was captured. These are the Python values that the step could have read then:
 scalars in closures, globals and attributes; a module's settings and mode; parameters' place and whether they learn;
 optimizers' settings; grad and autocast mode.
+
+Two ways of looking. `unchanged` asks whether every place still holds the very same object: iterators over C functions
+do that, so that it costs microseconds. Only where one does not, `take` reads all values and compares them as values.
 """
 
 from __future__ import annotations
@@ -11,30 +14,42 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hotloop.capture.places import Places, count_registrations, forward_names
+
 __all__ = ["Fingerprint"]
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Attributes of every module that are bookkeeping of torch and hold no numbers that a forward uses.
 _NOT_WATCHED = {"_is_full_backward_hook", "_compiled_call_impl", "_version", "_is_hf_initialized"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 3
+_MOST_ITEMS = 64
 _LEARNS = operator.attrgetter("requires_grad")
+_CELL = operator.attrgetter("cell_contents")
+_SKIPPED_PACKAGES = ("torch", "hotloop", "numpy")
 
 
 class Fingerprint:
-    """The values that `function` may freeze, re-read in a few microseconds by `take`.
+    """The values that `function` may freeze.
 
     Args:
         function: the step.
         modules: prepared modules; others are found through the function's closure and globals.
         optimizers: prepared optimizers.
         skip: objects that are not looked into (the loop itself).
+
+    Attributes:
+        parameters: of the modules, then those that only an optimizer holds.
+        modules: all modules found, with their submodules.
+        generators: generators of random numbers that the step can reach.
+        reached: tensors that the step can reach by itself, not through a module or an optimizer.
     """
 
     def __init__(
@@ -46,28 +61,82 @@ class Fingerprint:
     ) -> None:
         self._names: list[str] = []
         self._getters: list[Callable[[], Any]] = []
+        self._places = Places()
         self._seen: set[int] = {id(thing) for thing in skip}
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.reached: list[torch.Tensor] = []
         self._optimizers = list(optimizers)
         self._hooks_id = -1
         self._hook_counts: tuple[int, ...] = ()
+        self._hook_tables: list[Any] = []
+        modules = list(modules)
+        self._read = _names_read(function, modules)
         for i, module in enumerate(modules):
             self._add_module(f"module {i}" if i else "the module", module)
         self._add_function(function, 0)
-        parameters = [p for m in self._modules for p in m._parameters.values() if p is not None]
-        self.parameters = list(dict.fromkeys(parameters))
+        self._held = [m._parameters for m in self.modules if m._parameters]
         for optimizer in self._optimizers:
             self._add("an optimizer's groups or state", functools.partial(_identity_of_optimizer, optimizer))
+            self._places.add_key("state", optimizer.__dict__)
+            self._places.add_key("param_groups", optimizer.__dict__)
+            self._places.add(len, optimizer.param_groups)
             for i, group in enumerate(optimizer.param_groups):
                 self._add(f"param_groups[{i}]", functools.partial(_group_settings, group))
-        # maps over C functions: these three look at every parameter in every call
-        held = [m._parameters for m in self._modules if m._parameters]
-        self._add("a parameter", lambda: list(map(id, itertools.chain.from_iterable(map(dict.values, held)))))
-        self._add("requires_grad of a parameter", lambda: list(map(_LEARNS, self.parameters)))
-        self._add("memory of a parameter", lambda: list(map(torch.Tensor.data_ptr, self.parameters)))
+                self._places.add_all(group)
+        groups = [group["params"] for o in self._optimizers for group in o.param_groups]
+        self.parameters: list[torch.Tensor] = list(
+            dict.fromkeys(itertools.chain(self._live_parameters(), *groups))
+        )
+        self._add("a parameter", lambda: list(map(id, self._live_parameters())))
+        self._add("requires_grad of a parameter", self._learning)
+        self._add("memory of a parameter", self._addresses)
         self._add("grad mode", torch.is_grad_enabled)
-        self._add("autocast", torch.is_autocast_enabled)
+        self._add("autocast", _autocast)
         self._add("a module's hooks", self._hook_count)
+        learning = [[p for p in group if p.requires_grad] for group in groups]
+        self._probes = list(dict.fromkeys(itertools.chain(*((g[0], g[-1]) for g in learning if g))))
+        self._turn = 0
+        self.remember()
+
+    def remember(self) -> None:
+        """What is there now is what `unchanged` compares with."""
+        self._places.remember()
+        self._registrations = count_registrations()
+        self._known_hooks_id = RemovableHandle.next_id
+        self._hook_count()
+        self._known_learning = self._learning()
+        self._known_parts = [list(held.values()) for held in self._held]
+        self._known_modes = (torch.is_grad_enabled(), _autocast())
+        addresses = self._addresses()
+        self._same_addresses: Callable[[], bool] = lambda: self._addresses() == addresses
+        compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+        if compare is not None:
+            # one call instead of one for each parameter; only in builds for CUDA
+            self._same_addresses = functools.partial(
+                compare, self.parameters, addresses, list(range(len(addresses)))
+            )
+
+    def unchanged(self) -> bool:
+        """Whether all is as it was when it was remembered: no value can differ then.
+
+        Parameters and modules put in another's place are noticed by torch's registration hooks; those written into a
+        module's tables past torch are looked for in turn, one module in each call.
+        """
+        if count_registrations() != self._registrations or RemovableHandle.next_id != self._known_hooks_id:
+            return False
+        if (torch.is_grad_enabled(), _autocast()) != self._known_modes or not self._places.unchanged():
+            return False
+        if self._held:
+            self._turn = turn = (self._turn + 1) % len(self._held)
+            held, known = self._held[turn], self._known_parts[turn]
+            if len(held) != len(known) or not all(map(operator.is_, held.values(), known)):
+                return False
+        return self._learning() == self._known_learning and self._same_addresses()
+
+    def gradients_wait(self) -> bool:
+        """Whether gradients lie in the parameters, as far as the first and last of each group show."""
+        return any(p.grad is not None for p in self._probes)
 
     def take(self) -> list[Any]:
         """The values now."""
@@ -76,7 +145,7 @@ class Fingerprint:
     def tensors(self) -> dict[str, int]:
         """Identity of each module's buffers and tensor attributes, by name."""
         found: dict[str, int] = {}
-        for module in self._modules:
+        for module in self.modules:
             kind = type(module).__name__
             for name, buffer in module._buffers.items():
                 found[f"{kind}.{name}"] = found.get(f"{kind}.{name}", 0) ^ id(buffer)
@@ -104,6 +173,17 @@ class Fingerprint:
             return name
         return "nothing"
 
+    # -------------------------------------------------------------------------------------------- what is watched
+
+    def _live_parameters(self) -> Iterator[torch.Tensor]:
+        return (p for held in self._held for p in held.values() if p is not None)
+
+    def _learning(self) -> list[bool]:
+        return list(map(_LEARNS, self.parameters))
+
+    def _addresses(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self.parameters))
+
     def _add(self, name: str, getter: Callable[[], Any]) -> None:
         self._names.append(name)
         self._getters.append(getter)
@@ -113,13 +193,20 @@ class Fingerprint:
             if id(module) in self._seen:
                 continue
             self._seen.add(id(module))
-            self._modules.append(module)
+            self.modules.append(module)
             values = module.__dict__
-            keys = [k for k, v in values.items() if _is_scalar(v) and k not in _NOT_WATCHED]
+            own, read = forward_names(type(module)), self._read | ({"training"} if module is root else set())
+            keys = [
+                k
+                for k, v in values.items()
+                if _is_scalar(v) and k not in _NOT_WATCHED and (own is None or k in own or k in read)
+            ]
             if keys:
                 where = f"{name}.{path}" if path else name
                 get = operator.itemgetter(*keys) if len(keys) > 1 else operator.itemgetter(keys[0], keys[0])
                 self._add(f"{where}({','.join(keys)})", functools.partial(_get_or_none, get, values))
+                for key in keys:
+                    self._places.add_key(key, values)
 
     def _add_function(self, function: Callable[..., Any], depth: int) -> None:
         function = getattr(function, "__func__", function)
@@ -129,46 +216,57 @@ class Fingerprint:
         self._seen.add(id(function))
         names = _names_in(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._add_value(name, functools.partial(_cell_value, cell), names, depth)
+            if self._add_value(name, functools.partial(_cell_value, cell), names, depth):
+                self._places.add(_CELL, cell)
         scope = function.__globals__
         for name in names:
-            if name in scope:
-                self._add_value(name, functools.partial(scope.get, name), names, depth)
-        for i in range(len(function.__defaults__ or ())):
-            self._add_value(f"default {i}", functools.partial(_default, function, i), names, depth)
+            if name in scope and self._add_value(name, functools.partial(scope.get, name), names, depth):
+                self._places.add_key(name, scope)
+        if function.__defaults__ and any(
+            [
+                self._add_value(f"default {i}", functools.partial(_default, function, i), names, depth)
+                for i in range(len(function.__defaults__))
+            ]
+        ):
+            self._places.add(operator.attrgetter("__defaults__"), function)
 
-    def _add_value(self, name: str, getter: Callable[[], Any], names: set[str], depth: int) -> None:
+    def _add_value(self, name: str, getter: Callable[[], Any], names: set[str], depth: int) -> bool:
+        """Watch what a name stands for, and what it leads to; False if nothing there can change."""
         value = getter()
         if _is_scalar(value):
             self._add(name, getter)
-            return
+            return True
         if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
-            return
+            return False
         if isinstance(value, types.FunctionType | types.MethodType):
-            if getattr(value, "__module__", "").split(".")[0] not in ("torch", "hotloop"):
+            if getattr(value, "__module__", "").split(".")[0] not in _SKIPPED_PACKAGES:
                 self._add_function(value, depth + 1)
-            return
+            return False
         # another object under the same name is another step
         self._add(f"the object {name!r}", lambda: id(getter()))
         self._add_object(name, value, names, depth)
+        return True
 
     def _add_object(self, name: str, value: Any, names: set[str], depth: int) -> None:
-        if id(value) in self._seen or depth > _DEPTH or isinstance(value, torch.Tensor):
+        if id(value) in self._seen or depth > _DEPTH:
+            return
+        if isinstance(value, torch.Tensor):
+            self._seen.add(id(value))
+            self.reached.append(value)
+            return
+        if isinstance(value, torch.Generator):
+            self._seen.add(id(value))
+            self.generators.append(value)
             return
         if isinstance(value, nn.Module):
             self._add_module(name, value)
             return
-        if type(value).__module__.split(".")[0] in ("torch", "hotloop", "numpy"):
+        if isinstance(value, dict | list | tuple):
+            self._add_items(name, value, names, depth)
+            return
+        if type(value).__module__.split(".")[0] in _SKIPPED_PACKAGES:
             return
         self._seen.add(id(value))
-        if isinstance(value, dict):
-            if len(value) <= 64:
-                self._add(name, lambda: {k: v for k, v in value.items() if _is_scalar(v)})
-            return
-        if isinstance(value, list | tuple):
-            if len(value) <= 32 and all(_is_scalar(v) for v in value):
-                self._add(name, lambda: list(value))
-            return
         attributes = getattr(value, "__dict__", None)
         if not attributes:
             return
@@ -176,17 +274,35 @@ class Fingerprint:
             inner = attributes[key]
             if _is_scalar(inner):
                 self._add(f"{name}.{key}", functools.partial(attributes.get, key))
-            elif not isinstance(inner, torch.Tensor):
+                self._places.add_key(key, attributes)
+            else:
                 self._add_object(f"{name}.{key}", inner, names, depth + 1)
+
+    def _add_items(self, name: str, value: Any, names: set[str], depth: int) -> None:
+        """Scalars of a short container are watched; modules, tensors and generators in it are found."""
+        self._seen.add(id(value))
+        if len(value) > _MOST_ITEMS:
+            return
+        if isinstance(value, dict):
+            self._add(name, lambda: {k: v if _is_scalar(v) else id(v) for k, v in value.items()})
+        else:
+            self._add(name, lambda: [v if _is_scalar(v) else id(v) for v in value])
+        self._places.add_all(value)
+        for inner in value.values() if isinstance(value, dict) else value:
+            if not _is_scalar(inner):
+                self._add_object(f"an item of {name}", inner, names, depth + 1)
 
     def _hook_count(self) -> tuple[int, ...]:
         # the handles' counter moves when any hook is registered anywhere: only then look at each module
         if RemovableHandle.next_id != self._hooks_id:
             self._hooks_id = RemovableHandle.next_id
-            self._hook_counts = tuple(
-                len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
-                for m in self._modules
-            )
+            tables = [table for m in self.modules for key in _HOOKS if (table := m.__dict__.get(key))]
+            for table in tables:
+                # taking a hook away moves no counter
+                if not any(table is known for known in self._hook_tables):
+                    self._hook_tables.append(table)
+                    self._places.add(len, table)
+        self._hook_counts = tuple(map(len, self._hook_tables))
         return self._hook_counts
 
 
@@ -200,6 +316,40 @@ def _names_in(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
+    return names
+
+
+def _names_read(function: Any, modules: Iterable[nn.Module]) -> set[str]:
+    """Names that the user's own code mentions: the step, functions it reaches, forwards and hooks of modules."""
+    names: set[str] = set()
+    waiting: list[tuple[Any, int]] = [(function, 0)]
+    seen: set[Any] = set()
+    for root in modules:
+        for module in root.modules():
+            for key in _HOOKS:
+                waiting += [(hook, 0) for hook in module.__dict__.get(key, {}).values()]
+            for kind in type(module).__mro__[:-2]:
+                if kind not in seen and not kind.__module__.startswith("torch."):
+                    seen.add(kind)
+                    waiting += [(member, _DEPTH) for member in vars(kind).values()]
+    while waiting:
+        one, depth = waiting.pop()
+        one = getattr(one, "__func__", one)
+        code = getattr(one, "__code__", None)
+        if not isinstance(code, types.CodeType) or code in seen:
+            continue
+        seen.add(code)
+        found = _names_in(code)
+        names |= found
+        if depth < _DEPTH:
+            inner = [_cell_value(cell) for cell in getattr(one, "__closure__", None) or ()]
+            inner += [one.__globals__[name] for name in found if name in one.__globals__]
+            waiting += [
+                (value, depth + 1)
+                for value in inner
+                if isinstance(value, types.FunctionType | types.MethodType)
+                and getattr(value, "__module__", "").split(".")[0] not in _SKIPPED_PACKAGES
+            ]
     return names
 
 
@@ -219,6 +369,10 @@ def _get_or_none(get: Callable[[Any], Any], values: dict[str, Any]) -> Any:
         return get(values)
     except KeyError:
         return None
+
+
+def _autocast() -> tuple[bool, bool]:
+    return (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
 
 
 def _identity_of_optimizer(optimizer: Any) -> tuple[int, int, int]:

@@ -44,7 +44,8 @@ class LoopHost:
         self._session = session
         self._recorder: Recorder | None = None
         self._rates: list[tuple[dict[str, Any], torch.Tensor]] = []
-        self._rated = 0
+        self._rated: list[Any] = []
+        self._own_rates: dict[tuple[int, int], torch.Tensor] = {}
         self._statics: dict[torch.Tensor, torch.Tensor] = {}
         self.eager = False
 
@@ -86,8 +87,11 @@ class LoopHost:
     def ready(self) -> None:
         """Learning rates on the device, gradients of accumulation windows in place."""
         updates = self._preparer.updates
-        if self._rated != len(updates):
+        groups = [u.optimizer.param_groups for u in updates]
+        # another list of groups comes with a state that was loaded
+        if len(groups) != len(self._rated) or any(a is not b for a, b in zip(groups, self._rated, strict=True)):
             self._rate_on_device()
+            self._rated = groups
         for group, rate in self._rates:
             lr = group["lr"]
             if lr is not rate and not isinstance(lr, torch.Tensor):
@@ -98,17 +102,21 @@ class LoopHost:
             self._place_gradients()
 
     def _rate_on_device(self) -> None:
-        for updates in self._preparer.updates:
+        self._rates.clear()
+        for number, updates in enumerate(self._preparer.updates):
             if not isinstance(updates, ResidentUpdates) or not updates.recordable():
                 continue
-            for group in updates.optimizer.param_groups:
+            for i, group in enumerate(updates.optimizer.param_groups):
                 if "capturable" in group:
                     group["capturable"] = True
+                rate = self._own_rates.get((number, i))
                 if not isinstance(group["lr"], torch.Tensor):
-                    rate = torch.tensor(float(group["lr"]), device=self.device)
-                    group["lr"] = rate
+                    # the same tensor for a state that was loaded: recordings that read it stay good
+                    value = float(group["lr"])
+                    rate = torch.tensor(value, device=self.device) if rate is None else rate.fill_(value)
+                    group["lr"] = self._own_rates[(number, i)] = rate
+                if rate is not None and group["lr"] is rate:
                     self._rates.append((group, rate))
-        self._rated = len(self._preparer.updates)
 
     def _place_gradients(self) -> None:
         """In a window gradients stay in one place: each micro-batch's recording adds to the same memory."""

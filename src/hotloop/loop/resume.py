@@ -90,12 +90,15 @@ def take_snapshot(
 
 
 def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict with learning rates as numbers, not as views into a table on the device."""
-    groups = [
-        {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
-        for group in state["param_groups"]
-    ]
+    """An optimizer's state_dict with its settings as numbers, not as views into a table on the device."""
+    groups = [{k: _plain_setting(v) for k, v in group.items()} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
+
+
+def _plain_setting(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(map(_plain_setting, value)) if type(value) is tuple else value
 
 
 def _waiting_gradients(registry: Registry, window: Window) -> list[dict[str, torch.Tensor]]:

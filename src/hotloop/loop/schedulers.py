@@ -8,7 +8,7 @@ from typing import Any
 from hotloop.loop.updates import HostUpdates, ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
-from hotloop.optim.skipping import takes_device_rate
+from hotloop.optim.skipping import device_settings, takes_device_rate
 from hotloop.state.tables import ScheduleTable
 
 __all__ = ["HostSchedule", "ResidentSchedule", "bind_scheduler"]
@@ -104,9 +104,10 @@ class ResidentSchedule:
     The table is filled ahead from a shadow of the user's scheduler. That scheduler itself is moved only when
     somebody asks for its state, which waits for the device.
 
-    Momentum and betas of a cycling schedule are Python numbers to torch's fused kernels, and so is the learning
-    rate to optimizers that are neither fused nor capturable: these follow the updates that the host knows to be
-    applied, which after a refused one may lag by as many as the host runs ahead.
+    Momentum, betas and weight decay of a schedule that moves them lie in the table too, for optimizers that read them
+    there (hotloop's own). They are Python numbers to torch's fused kernels, and so is the learning rate to optimizers
+    that are neither fused nor capturable: these follow the updates that the host knows to be applied, which after a
+    refused one may lag by as many as the host runs ahead.
     """
 
     def __init__(self, scheduler: Any, updates: ResidentUpdates, window: Window) -> None:
@@ -117,6 +118,7 @@ class ResidentSchedule:
         self._step = scheduler.step
         self._state_dict = scheduler.state_dict
         self._load = scheduler.load_state_dict
+        self._table: ScheduleTable | None = None
         self._start()
 
     def _start(self) -> None:
@@ -128,25 +130,65 @@ class ResidentSchedule:
         self.scheduler.__dict__.update(replaced)
         self._shadow.run_to(_ROWS_AHEAD)
         groups = self._optimizer.param_groups
-        self._table = ScheduleTable(self._updates.state.device, len(groups))
-        self._table.extend(self._shadow.rows)
+        self._on_device = takes_device_rate(self._optimizer)
+        carried = self._shadow.moving & device_settings(self._optimizer) if self._on_device else frozenset()
+        # a column of the table each, after those of the learning rates: number of the group, name of the setting
+        self._others = [
+            (g, name) for g, group in enumerate(groups) for name in sorted(carried) if name in group
+        ]
+        self._on_host = self._shadow.moving - carried
+        columns = len(groups) + len(self._others)
+        if self._table is None or self._table.columns != columns:
+            self._table = ScheduleTable(self._updates.state.device, columns)
+            self._views = [self._table.current[c] for c in range(columns)]
+        else:
+            self._table.restart()
+        self._extend(0)
         self._calls = 0
         self._moved = 0
         self._heard_before = self._updates.verdict.heard
         self._issued = self._updates.issued
-        self._on_device = takes_device_rate(self._optimizer)
-        self._updates.host_schedule = self._shadow.cycles_others or not self._on_device
-        self._views = [self._table.current[g] for g in range(len(groups))]
+        self._updates.host_schedule = bool(self._on_host) or not self._on_device
         self._put_in_force()
+
+    @property
+    def _filled(self) -> ScheduleTable:
+        assert self._table is not None
+        return self._table
+
+    def _extend(self, first: int) -> None:
+        """Give the table the shadow's rows from number `first` on."""
+        rows = []
+        for number in range(first, len(self._shadow.rows)):
+            others = self._shadow.others(number)
+            values = [others[g][name] for g, name in self._others]
+            rows.append(self._shadow.rows[number] + [v[0] if isinstance(v, tuple) else v for v in values])
+        self._filled.extend(rows)
 
     def _put_in_force(self) -> None:
         if self._on_device:
-            self._table.put_in_force()
-            rates: list[Any] = list(self._views)
-        else:
-            rates = list(self._shadow.rows[self._known()])
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            self._filled.put_in_force()
+        self._set_groups(self._known())
+
+    def _set_groups(self, known: int) -> None:
+        """Let the groups hold the table's views, or the values of row `known` where they must be on the host."""
+        groups = self._optimizer.param_groups
+        rates: list[Any] = self._views if self._on_device else self._shadow.rows[known]
+        for group, rate in zip(groups, rates, strict=False):
             group["lr"] = rate
+        for (g, name), view in zip(self._others, self._views[len(groups) :], strict=True):
+            groups[g][name] = view if name != "betas" else (view, *groups[g]["betas"][1:])
+        if self._on_host:
+            for group, others in zip(groups, self._shadow.others(known), strict=True):
+                group.update({name: others[name] for name in self._on_host if name in others})
+
+    def _set_plainly(self, row: int) -> None:
+        """Give the groups the numbers of that row."""
+        for group, lr, others in zip(
+            self._optimizer.param_groups, self._shadow.rows[row], self._shadow.others(row), strict=True
+        ):
+            group["lr"] = lr
+            group.update({name: others[name] for name in self._shadow.moving if name in others})
 
     def _known(self) -> int:
         """The row in force as far as the host has heard: refused updates reach it late."""
@@ -163,8 +205,7 @@ class ResidentSchedule:
         """Give the scheduler its own methods back, where the applied updates have brought it; waits for the device."""
         self._catch_up()
         _remove(self.scheduler)
-        for group, lr in zip(self._optimizer.param_groups, self._shadow.rows[self._moved], strict=True):
-            group["lr"] = lr
+        self._set_plainly(self._moved)
         self._updates.host_schedule = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -175,22 +216,16 @@ class ResidentSchedule:
         self._issued = self._updates.issued
         # a step after several updates (once an epoch) advances whatever became of the last of them
         refuse = self._updates.verdict.refuse if made == 1 and self._updates.watching else None
-        self._table.advance(refuse)
+        self._filled.advance(refuse)
         self._updates.state.after_step(self._advance_host)
 
     def _advance_host(self) -> None:
         self._calls += 1
-        if self._calls + 2 >= self._table.filled:
-            self._table.extend(self._shadow.run_to(self._table.filled + _ROWS_AHEAD))
-        groups = self._optimizer.param_groups
-        rates: list[Any] = self._views
-        if not self._on_device:
-            rates = list(self._shadow.rows[self._known()])
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        if self.cycles_others:
-            for group, others in zip(groups, self._shadow.others(self._known()), strict=True):
-                group.update(others)
+        if self._calls + 2 >= self._filled.filled:
+            first = len(self._shadow.rows)
+            self._shadow.run_to(self._filled.filled + _ROWS_AHEAD)
+            self._extend(first)
+        self._set_groups(self._known())
 
     @property
     def cycles_others(self) -> bool:
@@ -199,10 +234,8 @@ class ResidentSchedule:
 
     def _catch_up(self) -> None:
         """Move the user's scheduler to where the device is; waits for it."""
-        applied = self._table.position()
-        groups = self._optimizer.param_groups
-        for group, lr in zip(groups, self._shadow.rows[self._moved], strict=True):
-            group["lr"] = lr
+        applied = self._filled.position()
+        self._set_plainly(self._moved)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             while self._moved < applied:
@@ -212,7 +245,7 @@ class ResidentSchedule:
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of each group now in force; waits for the device."""
-        return list(self._shadow.rows[self._table.position()])
+        return list(self._shadow.rows[self._filled.position()])
 
     def state_dict(self) -> dict[str, Any]:
         """State of the user's scheduler as of the applied updates; waits for the device."""
@@ -220,8 +253,11 @@ class ResidentSchedule:
         return _plain_state(self._state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned and build the table anew from there."""
+        """Put back what `state_dict` returned and fill the table anew from there, in the memory it has."""
         self._load(state)
         for group, lr in zip(self._optimizer.param_groups, self.scheduler._last_lr, strict=True):
             group["lr"] = float(lr)
+        put_others = getattr(self.scheduler, "put_others", None)
+        if put_others is not None:
+            put_others()
         self._start()

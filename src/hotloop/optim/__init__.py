@@ -19,7 +19,7 @@ from hotloop.optim.rates import (
     warmup_stable_decay,
 )
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
-from hotloop.optim.skipping import MaskedStep, choose_route, prefer_fused, takes_device_rate
+from hotloop.optim.skipping import MaskedStep, choose_route, device_settings, prefer_fused, takes_device_rate
 
 __all__ = [
     "Curve",
@@ -34,6 +34,7 @@ __all__ = [
     "clip_coefficient",
     "constant",
     "cosine",
+    "device_settings",
     "draw_page",
     "draw_svg",
     "draw_text",

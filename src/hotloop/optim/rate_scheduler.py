@@ -86,6 +86,15 @@ class RateScheduler(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     @property
+    def moves(self) -> frozenset[str]:
+        """What it moves beside the learning rate: of "momentum", "betas" and "weight_decay"."""
+        pairs = list(zip(self.rates, self.optimizer.param_groups, strict=True))
+        found = {
+            "betas" if "betas" in group else "momentum" for rate, group in pairs if rate.momentum is not None
+        }
+        return frozenset(found | {"weight_decay" for rate, _ in pairs if rate.weight_decay is not None})
+
+    @property
     def time(self) -> float:
         """The time now, in the unit of the rates."""
         return self._time(max(self.last_epoch, 0))
@@ -121,11 +130,17 @@ class RateScheduler(LRScheduler):
                     value *= self._factors[i]
                 self._set[i] = value
             found.append(value)
+        self.put_others()
+        return found
+
+    def put_others(self) -> None:
+        """Set momentum and weight decay of the groups to what they are at the time now."""
+        time = self.time
+        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
             if rate.momentum is not None:
                 _set_momentum(group, rate.momentum(time))
             if rate.weight_decay is not None:
                 _set(group, "weight_decay", rate.weight_decay(time))
-        return found
 
     def _note_others(self, i: int, lr: Any) -> None:
         """What anybody else has multiplied the learning rate by since it was set here."""

@@ -47,18 +47,26 @@ class ShadowSchedule:
             for key, value in group.items():
                 if isinstance(value, torch.Tensor) and value.numel() == 1 and key != "params":
                     group[key] = value.item()
+                elif key == "betas":
+                    group[key] = tuple(float(beta) for beta in value)
         # the memo makes every reference to the optimizer, also inside chained schedulers, point to the stand-in
         self._scheduler = copy.deepcopy(scheduler, {id(optimizer): self._stand})
         self._stand._opt_called = True  # type: ignore[attr-defined]
         self.rows: list[list[float]] = []
         self._others: list[list[dict[str, Any]]] = []
-        self._cycles = False
+        # a schedule that knows what it will move says so: it may begin late
+        self._moving: set[str] = set(getattr(scheduler, "moves", ()))
         self._note_row()
 
     @property
     def cycles_others(self) -> bool:
         """True if the schedule moves more than the learning rate (momentum, betas, weight decay)."""
-        return self._cycles
+        return bool(self._moving)
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """What moves beside the learning rate: of "momentum", "betas" (the first one) and "weight_decay"."""
+        return frozenset(self._moving)
 
     def run_to(self, length: int) -> list[list[float]]:
         """Step ahead until `rows` has at least `length` entries; returns the new ones.
@@ -86,4 +94,6 @@ class ShadowSchedule:
         self._others.append(
             [{k: group[k] for k in ("momentum", "betas", "weight_decay") if k in group} for group in groups]
         )
-        self._cycles = self._cycles or self._others[-1] != self._others[0]
+        for now, first in zip(self._others[-1], self._others[0], strict=True):
+            if now != first:
+                self._moving |= {name for name in now if now[name] != first[name]}

@@ -14,8 +14,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hotloop.errors import OptimizerError
+from hotloop.optim.masters import masters_of
 
-__all__ = ["MaskedStep", "choose_route", "prefer_fused", "takes_device_rate"]
+__all__ = ["MaskedStep", "choose_route", "device_settings", "prefer_fused", "takes_device_rate"]
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -46,6 +47,9 @@ def choose_route(optimizer: Optimizer, nonfinite: str) -> str:
     """
     if nonfinite == "ignore":
         return "none"
+    if device_settings(optimizer):
+        # hotloop's own obey the flag whichever kernels compute
+        return "fused"
     fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused", True) for group in optimizer.param_groups
     )
@@ -63,8 +67,15 @@ def choose_route(optimizer: Optimizer, nonfinite: str) -> str:
     return "none"
 
 
+def device_settings(optimizer: Optimizer) -> frozenset[str]:
+    """Names of group settings that the optimizer says it reads where they lie, as 0-d tensors on the device."""
+    return frozenset(getattr(optimizer, "device_settings", ()))
+
+
 def takes_device_rate(optimizer: Optimizer) -> bool:
     """Whether a learning rate that is a tensor on the device is used there, and not read back by the step."""
+    if "lr" in device_settings(optimizer):
+        return True
     return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -72,12 +83,14 @@ def _make_momentum_buffers(optimizer: Optimizer) -> None:
     """Zero momentum buffers before the first step: m * 0 + g equals torch's first-step copy of g."""
     if not isinstance(optimizer, SGD):
         return
+    masters = masters_of(optimizer)
     for group in optimizer.param_groups:
         if not group["momentum"]:
             continue
         for p in group["params"]:
             if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                master = None if masters is None else masters.get(p)
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p if master is None else master)
 
 
 def _why_not_masked(optimizer: Optimizer) -> str | None:
@@ -155,4 +168,5 @@ class MaskedStep:
         ]
         for state in self._optimizer.state.values():
             tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
-        return tensors
+        masters = masters_of(self._optimizer)
+        return tensors if masters is None else tensors + masters.tensors()

@@ -8,22 +8,32 @@ __all__ = ["ScheduleTable"]
 
 
 class ScheduleTable:
-    """Rows of per-group values, float32 [rows, groups], and the row in force.
+    """Rows of values for each update, float32 [rows, columns], and the row in force.
 
-    The row in force is `current`, float32 [groups]; its elements' views are what optimizers hold as their
-    learning rates. Which row that is, only the device need know.
+    The row in force is `current`, float32 [columns]; its elements' views are what optimizers hold as their
+    learning rates, momenta and weight decays. Which row that is, only the device need know.
     """
 
-    def __init__(self, device: torch.device, groups: int) -> None:
+    def __init__(self, device: torch.device, columns: int) -> None:
         # moving to a larger table breaks captured steps: make it large at once, but no more than 4 MiB
-        capacity = min(65536, max(4096, 2**20 // max(groups, 1)))
+        capacity = min(65536, max(4096, 2**20 // max(columns, 1)))
         self.device = device
         self.filled = 0
-        self._rows = torch.zeros(capacity, groups, device=device)
-        self._row = torch.zeros(1, groups, device=device)
+        self._rows = torch.zeros(capacity, columns, device=device)
+        self._row = torch.zeros(1, columns, device=device)
         self._position = torch.zeros(1, dtype=torch.float64, device=device)
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self.current = self._row[0]
+
+    @property
+    def columns(self) -> int:
+        """Values in a row."""
+        return len(self.current)
+
+    def restart(self) -> None:
+        """Empty the table and go back to row 0, in the same memory: what was captured with it stays good."""
+        self.filled = 0
+        self._position.zero_()
 
     def extend(self, rows: list[list[float]]) -> None:
         """Append rows for the updates that follow those filled so far, without waiting."""

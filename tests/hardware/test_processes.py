@@ -6,7 +6,7 @@ import pytest
 
 import hotloop
 from hotloop.errors import ProcessError
-from hotloop.hardware.processes import Processes, _from_environment, find_local_rank, find_processes
+from hotloop.hardware.processes import Processes, find_local_rank, find_processes, processes_from_environment
 
 NAMES = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -43,7 +43,7 @@ def test_alone(environment):
 
 def test_torchrun(environment):
     environment(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
-    assert _from_environment() == Processes(5, 8, 1, 4)
+    assert processes_from_environment() == Processes(5, 8, 1, 4)
     assert find_local_rank() == 1
 
 
@@ -58,7 +58,7 @@ def test_slurm(environment, monkeypatch):
         SLURM_STEP_NODELIST="gpu[003-004,9]",
         SLURM_STEP_TASKS_PER_NODE="4(x2),3",
     )
-    assert _from_environment() == Processes(9, 11, 1, 3)
+    assert processes_from_environment() == Processes(9, 11, 1, 3)
     assert find_local_rank() == 1
     assert os.environ["MASTER_ADDR"] == "gpu003"
     assert os.environ["MASTER_PORT"] == str(20000 + 123456 % 20000)

@@ -14,7 +14,7 @@ import torch
 
 from hotloop.errors import ProcessError
 
-__all__ = ["Processes", "find_local_rank", "find_processes"]
+__all__ = ["Processes", "find_local_rank", "find_processes", "processes_from_environment"]
 
 _KNOWN: dict[tuple[int, int, int], Processes] = {}
 
@@ -103,7 +103,7 @@ def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Pr
 
     if dist.is_available() and dist.is_initialized():
         return _from_group()
-    found = _from_environment()
+    found = processes_from_environment()
     if found.world == 1:
         return found
     found.backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device_type, "gloo")
@@ -168,8 +168,12 @@ def _from_group() -> Processes:
     return _KNOWN[key]
 
 
-def _from_environment() -> Processes:
-    """Rank and world as torchrun's variables give them, else as Slurm's do."""
+def processes_from_environment() -> Processes:
+    """Rank and world as torchrun's variables give them, else as Slurm's do; starts nothing.
+
+    Raises:
+        ProcessError: the variables contradict each other, or are no numbers.
+    """
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
         if "RANK" not in env or "WORLD_SIZE" not in env:

@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "HotloopError",
+    "KernelError",
     "LaunchError",
     "NonFiniteError",
     "OptimizerError",
@@ -55,6 +56,10 @@ class LaunchError(HotloopError, RuntimeError):
 
 class CaptureError(HotloopError, RuntimeError):
     """A step cannot be captured as asked; the text names the source line, the cause and the cure."""
+
+
+class KernelError(HotloopError, ValueError):
+    """A kernel was given what it does not take, or does not compute what its twin does; the text says where."""
 
 
 class NonFiniteError(HotloopError, ArithmeticError):

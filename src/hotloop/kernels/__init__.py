@@ -6,6 +6,7 @@ from hotloop.deferred import deferred
 
 if TYPE_CHECKING:
     from hotloop.kernels.adamw import adamw_eager, adamw_runs_on, fused_adamw
+    from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
     from hotloop.kernels.tables import Tables
 
@@ -15,7 +16,9 @@ __all__ = [
     "adamw_runs_on",
     "clip_norm",
     "clip_norm_eager",
+    "cross_entropy_eager",
     "fused_adamw",
+    "linear_cross_entropy",
     "scale_all",
 ]
 
@@ -27,7 +30,9 @@ __getattr__ = deferred(
         "adamw_runs_on": "hotloop.kernels.adamw",
         "clip_norm": "hotloop.kernels.norms",
         "clip_norm_eager": "hotloop.kernels.norms",
+        "cross_entropy_eager": "hotloop.kernels.cross_entropy",
         "fused_adamw": "hotloop.kernels.adamw",
+        "linear_cross_entropy": "hotloop.kernels.cross_entropy",
         "scale_all": "hotloop.kernels.norms",
     },
 )

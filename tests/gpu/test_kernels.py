@@ -1,0 +1,205 @@
+"""Triton kernels on a CUDA device against their twins in float64, and inside a CUDA graph."""
+
+import pytest
+import torch
+
+from hotloop.kernels import (
+    Tables,
+    adamw_eager,
+    clip_norm,
+    cross_entropy_eager,
+    fused_adamw,
+    linear_cross_entropy,
+    scale_all,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = [(3,), (65, 384), (384,), (4099,), (1,), (1536, 384), (65, 17)]
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def make(dtype=torch.float32, gradient=torch.float32, *, shadow=False, shift=0):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(shape, kind):
+        # `shift` elements into a larger tensor: an address that is no multiple of 16 bytes
+        numel = torch.Size(shape).numel()
+        whole = torch.randn(numel + shift, generator=generator, device="cuda").to(kind)
+        return whole[shift:].view(shape)
+
+    params = [draw(s, dtype) for s in SHAPES]
+    grads = [draw(s, gradient) for s in SHAPES]
+    state = {
+        "exp_avgs": [torch.zeros_like(p) for p in params],
+        "exp_avg_sqs": [torch.zeros_like(p) for p in params],
+        "steps": [torch.zeros((), device="cuda") for _ in SHAPES],
+    }
+    if shadow:
+        state["shadows"] = [torch.full_like(p, float("nan"), dtype=torch.bfloat16) for p in params]
+    return params, grads, state
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adamw_is_its_twin_in_float64(gradient, decoupled, shift):
+    params, grads, state = make(gradient=gradient, shadow=True, shift=shift)
+    exact = [p.double() for p in params]
+    twin = {k: [t.double() for t in v] for k, v in state.items() if k != "shadows"}
+    tables, coefficient = Tables(), torch.tensor(0.5, device="cuda")
+    for k in range(4):
+        now = [g * (k + 1) for g in grads]
+        more = {**HYPER, "coefficient": coefficient, "skip": torch.zeros((), device="cuda")}
+        fused_adamw(params, now, **state, **more, decoupled=decoupled, tables=tables)
+        adamw_eager(exact, now, **twin, **more, decoupled=decoupled)
+    for a, b in zip(params, exact, strict=True):
+        assert distance(a, b) < 3e-7
+    for name in ("exp_avgs", "exp_avg_sqs"):
+        assert max(distance(a, b) for a, b in zip(state[name], twin[name], strict=True)) < 3e-7
+    assert all(torch.equal(s, p.bfloat16()) for s, p in zip(state["shadows"], params, strict=True))
+    assert {s.item() for s in state["steps"]} == {4.0}
+
+
+def test_adamw_is_torchs_fused_one():
+    params, grads, state = make()
+    theirs = [p.clone().requires_grad_() for p in params]
+    optimizer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)
+    tables = Tables()
+    for k in range(5):
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g * (k + 1)
+        optimizer.step()
+        fused_adamw(params, [p.grad for p in theirs], **state, **HYPER, tables=tables)
+    assert max(distance(a, b.detach()) for a, b in zip(params, theirs, strict=True)) < 3e-7
+
+
+def test_adamw_refused_writes_nothing():
+    params, grads, state = make(shadow=True)
+    grads[0][0] = float("nan")
+    before = [t.clone() for group in (params, *state.values()) for t in group]
+    fused_adamw(params, grads, **state, **HYPER, skip=torch.ones((), device="cuda"))
+    after = [t for group in (params, *state.values()) for t in group]
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_norm_is_that_in_float64_and_the_same_each_time(dtype, shift):
+    grads = make(gradient=dtype, shift=shift)[1]
+    exact = torch.nn.utils.get_total_norm([g.double() for g in grads]).item()
+    results = [clip_norm(grads, 1.0, tables=Tables()) for _ in range(5)]
+    assert len({r[0].item() for r in results}) == 1
+    assert results[0][0].item() == pytest.approx(exact, rel=1e-6)
+    assert results[0][1].item() == pytest.approx(1.0 / (exact + 1e-6), rel=1e-6)
+    grads[3][11] = float("inf")
+    assert not clip_norm(grads, 1.0)[0].isfinite().item()
+
+
+def test_scale_all_is_a_product():
+    grads = make(shift=1)[1]
+    expected = [g * 0.3 for g in grads]
+    scale_all(grads, torch.tensor(0.3, device="cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_a_recorded_update_reads_what_is_there_at_replay():
+    """Gradients made inside the recording; then other gradients, another rate, a refused update, one more."""
+    params, grads, state = make(shadow=True)
+    exact = [p.double() for p in params]
+    twin = {k: [t.double() for t in v] for k, v in state.items() if k != "shadows"}
+    rate, skip = torch.tensor(1e-2, device="cuda"), torch.zeros((), device="cuda")
+    more = {**HYPER, "lr": rate, "skip": skip}
+    tables = Tables()
+    stream = torch.cuda.Stream()
+
+    def update():
+        fresh = [g * 2.0 for g in grads]
+        norm, coefficient = clip_norm(fresh, 1.0, tables=tables)
+        fused_adamw(params, fresh, **state, **more, coefficient=coefficient, tables=tables)
+        return norm
+
+    def by_hand():
+        fresh = [g.double() * 2.0 for g in grads]
+        norm = torch.nn.utils.get_total_norm(fresh)
+        factor = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+        adamw_eager(exact, fresh, **twin, **more, coefficient=factor)
+        return norm
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        update()
+    by_hand()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        norm = update()
+        graph.capture_end()
+    for k, refused in enumerate((0.0, 1.0, 0.0, 0.0)):
+        for g in grads:
+            g.mul_(0.5)
+        rate.fill_(1e-2 / (k + 1))
+        skip.fill_(refused)
+        graph.replay()
+        assert norm.item() == pytest.approx(by_hand().item(), rel=1e-6)
+    assert max(distance(a, b) for a, b in zip(params, exact, strict=True)) < 5e-7
+    assert {s.item() for s in state["steps"]} == {4.0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("classes", [65, 5003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_is_near_float64(reduction, classes, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(1000, 96, device="cuda").to(dtype).requires_grad_()
+    w = (torch.randn(classes, 96, device="cuda") / 8).to(dtype).requires_grad_()
+    b = torch.randn(classes, device="cuda").to(dtype).requires_grad_()
+    t = torch.randint(classes, (1000,), device="cuda")
+    t[5:50] = -100
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    wide = [v.detach().double().requires_grad_() for v in (x, w, b)]
+    exact = cross_entropy_eager(wide[0], wide[1], t, wide[2], **options)
+    ours = linear_cross_entropy(x, w, t, b, chunk_bytes=300 * classes * 4, **options)
+    assert distance(ours.detach(), exact.detach()) < (1e-6 if dtype == torch.float32 else 3e-3)
+    ours.sum().backward()
+    exact.sum().backward()
+    for a, e in zip((x, w, b), wide, strict=True):
+        assert distance(a.grad, e.grad) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_cross_entropy_needs_no_memory_for_all_logits():
+    x = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(50304, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    t = torch.randint(50304, (8192,), device="cuda")
+    linear_cross_entropy(x, w, t, chunk_bytes=64 << 20).backward()
+    x.grad = w.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(x, w, t, chunk_bytes=64 << 20).backward()
+    used = torch.cuda.max_memory_allocated() - before
+    # logits alone would be 824 MB in bfloat16
+    assert used < 350e6
+
+
+def test_cross_entropy_under_compile():
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 300, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    t = torch.randint(300, (256,), device="cuda")
+
+    def loss(x):
+        return linear_cross_entropy(x * 2, head.weight, t, head.bias)
+
+    plain = torch.autograd.grad(loss(x), [x, head.weight, head.bias])
+    compiled = torch.autograd.grad(torch.compile(loss)(x), [x, head.weight, head.bias])
+    for a, b in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)

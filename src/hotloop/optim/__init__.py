@@ -1,7 +1,13 @@
-"""Optimizers: gradients, clipping, refused updates, rates and schedules run ahead."""
+"""Optimizers on the device, averaged weights; gradients, clipping, refused updates, rates and schedules run ahead."""
 
+from hotloop.optim.adam import Adam, AdamW
+from hotloop.optim.averaging import EMA, AveragedWeights
 from hotloop.optim.curves import Curve, Mark, draw_page, draw_svg, draw_text
 from hotloop.optim.gradients import as_real_dense, clip_coefficient, gradients_of, total_norm
+from hotloop.optim.grouping import no_decay, split_matrices
+from hotloop.optim.masters import MasterPairs, add_masters, masters_of
+from hotloop.optim.muon import Muon
+from hotloop.optim.orthogonal import orthogonalise
 from hotloop.optim.rate_scheduler import RateScheduler
 from hotloop.optim.rates import (
     Piece,
@@ -18,17 +24,28 @@ from hotloop.optim.rates import (
     warmup_linear,
     warmup_stable_decay,
 )
+from hotloop.optim.resident import ResidentOptimizer
+from hotloop.optim.sgd import SGD
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
 from hotloop.optim.skipping import MaskedStep, choose_route, device_settings, prefer_fused, takes_device_rate
 
 __all__ = [
+    "EMA",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "AveragedWeights",
     "Curve",
     "Mark",
     "MaskedStep",
+    "MasterPairs",
+    "Muon",
     "Piece",
     "Rate",
     "RateScheduler",
+    "ResidentOptimizer",
     "ShadowSchedule",
+    "add_masters",
     "as_real_dense",
     "choose_route",
     "clip_coefficient",
@@ -43,9 +60,13 @@ __all__ = [
     "inverse_sqrt",
     "is_metric_driven",
     "linear",
+    "masters_of",
+    "no_decay",
     "one_cycle",
+    "orthogonalise",
     "piecewise",
     "prefer_fused",
+    "split_matrices",
     "takes_device_rate",
     "total_norm",
     "warmup_cosine",

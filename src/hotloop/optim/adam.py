@@ -1,0 +1,208 @@
+"""Adam and AdamW whose every number may live on the device: rate, betas, decay, counter and whether to step at all.
+
+Kingma & Ba (2015), "Adam: A Method for Stochastic Optimization"; Loshchilov & Hutter (2019), "Decoupled Weight Decay
+Regularization"; Reddi et al. (2018), "On the Convergence of Adam and Beyond" (`amsgrad`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hotloop.optim.resident import (
+    Batch,
+    Number,
+    ResidentOptimizer,
+    as_number,
+    check_settings,
+    is_tensor,
+    to_dtype,
+)
+
+__all__ = ["Adam", "AdamW", "adam_state_names", "update_adam"]
+
+
+class Adam(ResidentOptimizer):
+    """Adam with L2 penalty, as `torch.optim.Adam`.
+
+    On the CPU the trajectory is that of `torch.optim.Adam` to the bit. On a CUDA device torch's fused kernel computes;
+    where betas or weight decay are scheduled on the device, multi-tensor kernels do.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: learning rate; a number or a 0-d tensor.
+        betas: decay of the running means of gradient and squared gradient; numbers or 0-d tensors.
+        eps: added to the root of the squared mean.
+        weight_decay: L2 penalty (AdamW: decoupled decay, times lr); a number or a 0-d tensor.
+        amsgrad: divide by the largest squared mean so far.
+        maximize: climb instead of descend.
+        fused: torch's fused kernel; None where it is on a device, True also on the CPU, False nowhere.
+        master: keep float32 masters of 16-bit parameters; None (and True) keep them, False does not.
+
+    Raises:
+        OptimizerError: a setting out of its range.
+    """
+
+    device_settings: ClassVar[frozenset[str]] = frozenset({"lr", "betas", "weight_decay"})
+    decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        betas: tuple[Number, Number] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Number = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        master: bool | None = None,
+    ) -> None:
+        check_settings(type(self).__name__, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "fused": fused,
+                "master": master,
+            },
+        )
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """See `ResidentOptimizer.state_names`."""
+        return adam_state_names(group)
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        """See `ResidentOptimizer.update`."""
+        update_adam(batch, group, decoupled=self.decoupled)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`; see `Adam` for arguments and where what computes."""
+
+    decoupled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        betas: tuple[Number, Number] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: Number = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        master: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=fused, master=master
+        )
+
+
+def adam_state_names(group: dict[str, Any]) -> tuple[str, ...]:
+    """The running means that Adam keeps of each weight."""
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
+
+
+def update_adam(batch: Batch, group: dict[str, Any], *, decoupled: bool) -> None:
+    """One Adam update of `batch` by `group`'s settings: fused, on the host's numbers, or on the device's."""
+    fused = group.get("fused")
+    if fused is None:
+        fused = batch.device.type == "cuda"
+    if fused and not is_tensor(*group["betas"], group["weight_decay"]):
+        _update_fused(batch, group, decoupled)
+    elif batch.on_host:
+        _update_on_host(batch, group, decoupled)
+    else:
+        _update_on_device(batch, group, decoupled)
+
+
+def _update_fused(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
+    assert batch.step is not None
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(batch.device, non_blocking=True)
+    kernel(
+        batch.weights,
+        batch.cast_gradients(),
+        batch.state["exp_avg"],
+        batch.state["exp_avg_sq"],
+        batch.state.get("max_exp_avg_sq", []),
+        [batch.step] * len(batch.weights),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group.get("amsgrad", False),
+        maximize=group.get("maximize", False),
+        grad_scale=batch.scale,
+        found_inf=batch.refuse,
+    )
+
+
+def _update_on_host(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
+    """The operations of torch's own Adam in its order, each over all tensors at once."""
+    assert batch.step is not None
+    lr, decay = as_number(group["lr"]), as_number(group["weight_decay"])
+    beta1, beta2 = map(as_number, group["betas"])
+    count = batch.step.item()
+    weights, means, squares = batch.weights, batch.state["exp_avg"], batch.state["exp_avg_sq"]
+    gradients = batch.true_gradients(maximize=group.get("maximize", False))
+    if decay != 0.0:
+        if decoupled:
+            torch._foreach_mul_(weights, 1 - lr * decay)
+        else:
+            gradients = list(torch._foreach_add(gradients, weights, alpha=decay))
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    roots = _roots(batch, group)
+    torch._foreach_div_(roots, (1 - beta2**count) ** 0.5)
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_addcdiv_(weights, means, roots, -(lr / (1 - beta1**count)))
+
+
+def _update_on_device(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
+    """The same formula with every coefficient a 0-d tensor; refused, each multiplies by 1 or adds 0."""
+    lr, decay = group["lr"], group["weight_decay"]
+    beta1, beta2 = group["betas"]
+    count, dtype = batch.count(), batch.dtype
+    weights, means, squares = batch.weights, batch.state["exp_avg"], batch.state["exp_avg_sq"]
+    gradients = batch.true_gradients(maximize=group.get("maximize", False))
+    if is_tensor(decay) or decay != 0.0:
+        if decoupled:
+            torch._foreach_mul_(weights, to_dtype(1 - batch.gate(lr * decay, 0.0), dtype))
+        else:
+            penalty = torch._foreach_mul(weights, to_dtype(batch.gate(decay, 0.0), dtype))
+            torch._foreach_add_(penalty, gradients)
+            gradients = list(penalty)
+    torch._foreach_mul_(means, to_dtype(batch.gate(beta1, 1.0), dtype))
+    torch._foreach_add_(means, torch._foreach_mul(gradients, to_dtype(1 - beta1, dtype)))
+    torch._foreach_mul_(squares, to_dtype(batch.gate(beta2, 1.0), dtype))
+    torch._foreach_addcmul_(squares, torch._foreach_mul(gradients, to_dtype(1 - beta2, dtype)), gradients)
+    roots = _roots(batch, group)
+    torch._foreach_div_(roots, to_dtype((1 - beta2**count).sqrt(), dtype))
+    torch._foreach_add_(roots, group["eps"])
+    updates = torch._foreach_div(means, roots)
+    torch._foreach_mul_(updates, to_dtype(batch.gate(-(lr / (1 - beta1**count)), 0.0), dtype))
+    torch._foreach_add_(weights, updates)
+
+
+def _roots(batch: Batch, group: dict[str, Any]) -> list[Tensor]:
+    squares = batch.state["exp_avg_sq"]
+    if group.get("amsgrad"):
+        torch._foreach_maximum_(batch.state["max_exp_avg_sq"], squares)
+        squares = batch.state["max_exp_avg_sq"]
+    return list(torch._foreach_sqrt(squares))

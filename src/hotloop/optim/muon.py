@@ -1,0 +1,222 @@
+"""Muon: momentum whose matrices are orthogonalised before they are applied, AdamW for everything else.
+
+Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks"; Liu et al. (2025), "Muon is Scalable
+for LLM Training" (weight decay, and an update scaled so that AdamW's learning rate fits).
+
+Matrices of one shape, or its transpose, are one stack: each product is then one kernel, however many layers there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hotloop.errors import OptimizerError
+from hotloop.optim.adam import adam_state_names, update_adam
+from hotloop.optim.orthogonal import QUINTIC, orthogonalise
+from hotloop.optim.resident import Batch, Number, ResidentOptimizer, check_settings, is_tensor, to_dtype
+
+__all__ = ["Muon"]
+
+_ADAMW = ("lr", "betas", "eps", "weight_decay")
+_SCALES = ("original", "match_rms_adamw", "none")
+# of one stack: what is held beside it is several times as much
+_MOST_ELEMENTS = 2**27
+
+
+class Muon(ResidentOptimizer):
+    """Muon for matrices and convolution kernels, and AdamW for the rest, in one optimizer.
+
+    Pass it `hotloop.optim.split_matrices(model)`, or param groups of your own in which `use_muon` says which rule is
+    meant; parameters without that are matrices, as with `torch.optim.Muon`. A kernel [out, in, height, width] counts
+    as the matrix [out, in * height * width].
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: learning rate of the matrices; a number or a 0-d tensor, as are `weight_decay`, `momentum`, `adamw_lr`,
+            `adamw_betas` and `adamw_weight_decay`.
+        weight_decay: decoupled decay of the matrices, times lr.
+        momentum: decay of the running mean of gradients.
+        nesterov: orthogonalise the mean looked ahead by one gradient.
+        ns_coefficients: (a, b, c) of the quintic.
+        eps: added to the norm that a matrix is divided by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: how the update of a matrix [rows, columns] is scaled: "original" by sqrt(max(1, rows / columns)),
+            "match_rms_adamw" by 0.2 sqrt(max(rows, columns)), "none" by 1; None is "original".
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: the settings of groups with `use_muon=False`, where they
+            are called `lr`, `betas`, `eps` and `weight_decay`.
+        ns_dtype: dtype of the products; None for bfloat16 on a CUDA device and the weights' own elsewhere.
+        maximize: climb instead of descend.
+        master: keep float32 masters of 16-bit parameters; None (and True) keep them, False does not.
+
+    Raises:
+        OptimizerError: a setting out of its range, or a parameter for Muon that is no matrix.
+    """
+
+    device_settings: ClassVar[frozenset[str]] = frozenset({"lr", "momentum", "betas", "weight_decay"})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 2e-2,
+        weight_decay: Number = 0.0,
+        momentum: Number = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw_lr: Number = 3e-4,
+        adamw_betas: tuple[Number, Number] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: Number = 0.0,
+        ns_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+        master: bool | None = None,
+    ) -> None:
+        check_settings("Muon", lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+        check_settings("Muon", lr=adamw_lr, weight_decay=adamw_weight_decay, betas=adamw_betas, eps=adamw_eps)
+        if adjust_lr_fn is not None and adjust_lr_fn not in _SCALES:
+            raise OptimizerError(
+                f"Muon: adjust_lr_fn={adjust_lr_fn!r} is not known; valid: {', '.join(_SCALES)}"
+            )
+        # what a group of AdamW's is given; kept under names that a scheduler for momentum does not look at
+        adamw = {
+            "adamw_lr": adamw_lr,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "adamw_weight_decay": adamw_weight_decay,
+        }
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                "ns_dtype": ns_dtype,
+                "maximize": maximize,
+                "master": master,
+                **adamw,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: for Muon, unless it says `use_muon=False`.
+
+        Raises:
+            OptimizerError: a parameter for Muon has fewer than two dimensions.
+        """
+        given = dict(param_group)
+        given.setdefault("use_muon", True)
+        self._complete(given)
+        super().add_param_group(given)
+        group = self.param_groups[-1]
+        wanted = self._settings(group["use_muon"])
+        for name in [n for n in group if n in self.defaults and n not in wanted]:
+            del group[name]
+        if group["use_muon"]:
+            for p in group["params"]:
+                if p.dim() < 2:
+                    self.param_groups.pop()
+                    raise OptimizerError(
+                        f"Muon: a parameter of shape {tuple(p.shape)} is no matrix; pass "
+                        "hotloop.optim.split_matrices(model), or a group with use_muon=False for AdamW"
+                    )
+
+    def _settings(self, use_muon: bool) -> dict[str, Any]:
+        """The settings that a group has, by name, with their defaults."""
+        own = {n: v for n, v in self.defaults.items() if not n.startswith("adamw_")}
+        if use_muon:
+            return own
+        return {n: self.defaults[f"adamw_{n}"] for n in _ADAMW} | {n: own[n] for n in ("maximize", "master")}
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        for name, value in self._settings(group.setdefault("use_muon", True)).items():
+            group.setdefault(name, value)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """See `ResidentOptimizer.state_names`."""
+        return ("momentum_buffer",) if group["use_muon"] else adam_state_names(group)
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        """See `ResidentOptimizer.update`."""
+        if not group["use_muon"]:
+            update_adam(batch, group, decoupled=True)
+            return
+        lr, decay = group["lr"], group["weight_decay"]
+        directions = _directions(batch, group)
+        if is_tensor(decay) or decay != 0.0:
+            torch._foreach_mul_(batch.weights, to_dtype(1 - batch.gate(lr * decay, 0.0), batch.dtype))
+        rate = to_dtype(batch.gate(-lr, 0.0), batch.dtype)
+        for members in _stacks(directions):
+            stack = torch.stack([m.mT if turned else m for _, m, turned in members])
+            ready = orthogonalise(
+                stack,
+                group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                eps=group["eps"],
+                dtype=group["ns_dtype"],
+            ).to(batch.dtype)
+            if is_tensor(rate):
+                ready = ready * rate
+            parts: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+            for (number, matrix, turned), part in zip(members, ready.unbind(), strict=True):
+                weights, updates = parts.setdefault(
+                    _update_scale(matrix.shape, group["adjust_lr_fn"]), ([], [])
+                )
+                weight = batch.weights[number]
+                weights.append(weight)
+                updates.append((part.mT if turned else part).reshape(weight.shape))
+            for scale, (weights, updates) in parts.items():
+                torch._foreach_add_(weights, updates, alpha=scale if is_tensor(rate) else rate * scale)
+
+
+def _directions(batch: Batch, group: dict[str, Any]) -> list[Tensor]:
+    """What is to be orthogonalised: the running mean of gradients, or that looked ahead; in the weights' shapes."""
+    momentum, means = group["momentum"], batch.state["momentum_buffer"]
+    gradients = batch.true_gradients(maximize=group["maximize"])
+    if batch.refuse is None and not is_tensor(momentum):
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        return list(torch._foreach_lerp(gradients, means, momentum)) if group["nesterov"] else means
+    dtype = batch.dtype
+    share = torch._foreach_mul(gradients, to_dtype(1 - momentum, dtype))
+    torch._foreach_mul_(means, to_dtype(batch.gate(momentum, 1.0), dtype))
+    torch._foreach_add_(means, share)
+    if not group["nesterov"]:
+        return means
+    ahead = torch._foreach_mul(means, to_dtype(momentum, dtype))
+    torch._foreach_add_(ahead, share)
+    return list(ahead)
+
+
+def _stacks(directions: list[Tensor]) -> Iterator[list[tuple[int, Tensor, bool]]]:
+    """Matrices to be stacked: (number, [rows, columns], whether to transpose it), of one shape once transposed."""
+    found: dict[tuple[int, int], list[tuple[int, Tensor, bool]]] = {}
+    for number, direction in enumerate(directions):
+        matrix = direction.flatten(1)
+        rows, columns = matrix.shape
+        turned = rows > columns
+        found.setdefault((columns, rows) if turned else (rows, columns), []).append((number, matrix, turned))
+    for (rows, columns), members in found.items():
+        most = max(_MOST_ELEMENTS // (rows * columns), 1)
+        for first in range(0, len(members), most):
+            yield members[first : first + most]
+
+
+def _update_scale(shape: torch.Size, rule: str | None) -> float:
+    rows, columns = shape
+    if rule is None or rule == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return 1.0

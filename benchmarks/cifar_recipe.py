@@ -1,0 +1,396 @@
+"""CIFAR-10 as resident device work: a network, a recipe as data, and runs of it as a few CUDA graphs.
+
+The recipe descends from published ones (Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, and its
+Muon variant; hiverge's cifar10-speedrun, 2025): whitening first layer, three blocks of two convolutions, Muon for
+filters and SGD for the rest, alternating flip, translation, label smoothing, test-time augmentation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hotloop.kernels.augment import Augment, augment
+from hotloop.kernels.pooled_norm import pooled_norm_silu
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a run depends on beside the data and the seed."""
+
+    sizes: tuple[tuple[float, int], ...] = ((7.6, 32),)  # (epochs, pixels a side), in turn
+    batch: int = 1536
+    filter_rate: float = 0.205
+    filter_momentum: float = 0.655
+    bias_rate: float = 0.0573
+    head_rate: float = 0.5415
+    momentum: float = 0.825
+    decay: float = 1.0418e-6  # of biases and head, a sample
+    smoothing: float = 0.09
+    translate: int = 2
+    brightness: float = 0.14
+    contrast: float = 0.13
+    widths: tuple[int, int, int] = (64, 256, 256)
+    norm_momentum: float = 0.4434
+    schedule: str = "linear"
+    warm: float = 0.0  # share of the steps in which the rate rises
+    final: float = 0.0  # the rate's end, a share of its peak
+    tta_share: float = 0.2
+    tta_shifts: int = 1
+    dtype: str = "float16"
+    kernels: bool = True
+    capture: str = "graph"  # eager, graph, compile, full
+    keep: tuple[
+        tuple[float, float], ...
+    ] = ()  # (from epoch, share of the samples kept: the hardest by last loss)
+    side_stream: bool = False
+    ns_steps: int = 3
+    whiten_bias: bool = False
+
+    @property
+    def type(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+def read_cifar(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Images uint8 [N, 32, 32, 3] and labels int64 [N] of train and test, from train.pt and test.pt there."""
+    parts: list[torch.Tensor] = []
+    for split in ("train", "test"):
+        found = torch.load(folder / f"{split}.pt", weights_only=True)
+        parts += [found["images"], found["labels"]]
+    return parts[0], parts[1], parts[2], parts[3]
+
+
+class Net(nn.Module):
+    """24 whitened features, then three blocks of (conv, pool, norm, SiLU, conv, norm, SiLU), global max, linear."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        a, b, c = recipe.widths
+        plan = [(24, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
+        dtype = recipe.type
+        self.filters = nn.ParameterList(
+            nn.Parameter(torch.empty(o, i, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
+            for i, o in plan
+        )
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(o)) for _, o in plan)
+        self.head = nn.Parameter(torch.empty(10, c, dtype=dtype))
+        self.register_buffer(
+            "whiten", torch.zeros(24, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        )
+        self.register_buffer("means", torch.zeros(6, max(recipe.widths)))
+        self.register_buffer("variances", torch.ones(6, max(recipe.widths)))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for p in self.filters:
+            o, i = p.shape[:2]
+            p.uniform_(-1 / math.sqrt(9 * i), 1 / math.sqrt(9 * i))
+            p[: min(o, i)] = 0
+            torch.diagonal(p[:, :, 1, 1]).fill_(1)  # the first filters pass their channel on
+        for bias in self.biases:
+            bias.zero_()
+        self.head.uniform_(-1, 1)
+        self.head.mul_(1 / self.head.std())
+        self.means.zero_()
+        self.variances.fill_(1)
+
+    @torch.no_grad()
+    def whiten_by(self, images: torch.Tensor) -> None:
+        """Set the first layer to the eigenvectors of 2 x 2 patches of `images` [n, 3, H, W], scaled to whiten."""
+        patches = F.unfold(images.float(), 2).transpose(1, 2).reshape(-1, 12)
+        covariance = (patches.T @ patches / len(patches)).cpu()  # 12 x 12: the host is faster
+        values, vectors = torch.linalg.eigh(covariance)
+        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
+        self.whiten.copy_(torch.cat((scaled, -scaled)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        eager = not self.recipe.kernels
+        x = F.silu(F.conv2d(x, self.whiten))
+        for k, (p, bias) in enumerate(zip(self.filters, self.biases, strict=True)):
+            n = len(bias)
+            x = pooled_norm_silu(
+                F.conv2d(x, p, padding=1), bias, self.means[k, :n], self.variances[k, :n], pool=k % 2 == 0,
+                training=self.training, momentum=self.recipe.norm_momentum, eps=1e-12, eager=eager,
+            )  # fmt: skip
+        x = F.max_pool2d(x, x.shape[-1]).flatten(1)
+        return F.linear(x, self.head) / self.head.shape[1]
+
+
+class Filters:
+    """Muon for all filters as one padded batch of matrices, with weights kept at norm sqrt(outputs)."""
+
+    def __init__(self, parameters: list[torch.Tensor], momentum: float, steps: int) -> None:
+        self.parameters = parameters
+        self.momentum = momentum
+        self.steps = steps
+        rows, columns = max(len(p) for p in parameters), max(p[0].numel() for p in parameters)
+        p = parameters[0]
+        self.buffer = torch.zeros(len(parameters), rows, columns, device=p.device, dtype=p.dtype)
+        self.views = [self._as(m, p) for m, p in zip(self.buffer, parameters, strict=True)]
+        self.work = torch.zeros_like(self.buffer)
+        self.work_views = [self._as(m, p) for m, p in zip(self.work, parameters, strict=True)]
+
+    @staticmethod
+    def _as(matrix: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """A view of `matrix` of p's shape, in p's memory order: [out, in, kh, kw] from rows of kh, kw, in."""
+        o, i, h, w = p.shape
+        return matrix[:o, : i * h * w].unflatten(1, (h, w, i)).permute(0, 3, 1, 2)
+
+    @torch.no_grad()
+    def step(self, rate: torch.Tensor) -> None:
+        gradients = [p.grad for p in self.parameters]
+        self.buffer.mul_(self.momentum)
+        torch._foreach_add_(self.views, gradients)
+        torch._foreach_copy_(self.work_views, gradients)
+        x = self.work.add_(self.buffer, alpha=self.momentum)
+        x = x / (
+            torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).to(x.dtype) + 1e-5
+        )
+        for _ in range(self.steps):
+            a = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7391, alpha=2.0843), x, beta=3.4576)
+        x = x * rate
+        norms = torch._foreach_norm(self.parameters)
+        for p, m, n in zip(self.parameters, x, norms, strict=True):
+            # p * sqrt(outputs) / |p| - rate * update
+            torch.sub(p * (math.sqrt(len(p)) / n), self._as(m, p), out=p)
+
+
+class Trainer:
+    """One recipe's buffers and graphs; `run` trains from scratch and evaluates, all on the device."""
+
+    def __init__(self, recipe: Recipe, data: tuple[torch.Tensor, ...], *, seed: int = 0) -> None:
+        self.recipe = recipe
+        self.device = data[0].device
+        self.train_images, self.train_labels, self.test_images, self.test_labels = data
+        self.net = Net(recipe).to(self.device)
+        self.n = len(self.train_images)
+        self.augment_seed = seed
+        batch = recipe.batch
+        self.phases: list[Phase] = []
+        done = 0.0
+        steps = 0
+        for epochs, size in recipe.sizes:
+            done += epochs
+            upto = round(done * self.n / batch)
+            self.phases.append(Phase(size, upto - steps))
+            steps = upto
+        self.total = steps
+        self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.order = torch.zeros(steps, batch, dtype=torch.int64, device=self.device)
+        self.epochs = torch.zeros(steps, batch, dtype=torch.int64, device=self.device)
+        self.rates = self.table().to(self.device)
+        self.rate = torch.zeros(3, device=self.device)
+        self.sgd_state = [torch.zeros_like(p) for p in (*self.net.biases, self.net.head)]
+        decay = recipe.decay * batch
+        self.sgd = torch.optim.SGD(
+            [
+                {"params": list(self.net.biases), "lr": self.rate[1], "weight_decay": decay / recipe.bias_rate},
+                {"params": [self.net.head], "lr": self.rate[2], "weight_decay": decay / recipe.head_rate},
+            ],
+            lr=self.rate[1], momentum=recipe.momentum, nesterov=True, fused=self.device.type == "cuda",
+        )  # fmt: skip
+        for p in (*self.net.biases, self.net.head):
+            self.sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self.muon = Filters(list(self.net.filters), recipe.filter_momentum, recipe.ns_steps)
+        self.how = Augment(
+            recipe.translate, "reflect", "alternating", 0, recipe.brightness, recipe.contrast, MEAN, STD
+        )
+        self.plain = Augment(mean=MEAN, std=STD)
+        self.losses = torch.full((self.n,), 1e9, device=self.device)
+        self.forward: Any = self.net
+        if recipe.capture in ("compile", "full"):
+            self.forward = torch.compile(self.net)
+        self.sized: dict[int, torch.Tensor] = {32: self.train_images}
+        for size in {s for _, s in recipe.sizes} - {32}:
+            self.sized[size] = torch.empty(self.n, size, size, 3, dtype=torch.uint8, device=self.device)
+        self.right = torch.zeros((), device=self.device)
+        self.plain_right = torch.zeros((), device=self.device)
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.evaluation: Any = None
+        self.made_s = 0.0
+
+    def table(self) -> torch.Tensor:
+        """Rates of filters, biases and head at each step, float32 [steps, 3]."""
+        r = self.recipe
+        t = torch.arange(self.total, dtype=torch.float64) / max(self.total, 1)
+        if r.schedule == "linear":
+            f = 1 - t * (1 - r.final)
+        elif r.schedule == "one_cycle":
+            rise, cosine = r.warm or 0.2, lambda u: (1 - torch.cos(math.pi * u)) / 2
+            f = torch.where(t < rise, 0.1 + 0.9 * cosine(t / rise), 1 - cosine((t - rise) / (1 - rise)))
+        elif r.schedule == "step":
+            f = torch.where(t < 0.5, 1.0, torch.where(t < 0.8, 0.2, 0.04))
+        else:
+            f = torch.ones_like(t)
+        if r.schedule == "linear" and r.warm:
+            f = torch.where(
+                t < r.warm, (t + 1 / self.total) / r.warm, 1 - (t - r.warm) / (1 - r.warm) * (1 - r.final)
+            )
+        return torch.stack([f * r.filter_rate, f * r.bias_rate, f * r.head_rate], 1).float()
+
+    def resize(self) -> None:
+        """Anti-aliased copies of the training images in the smaller sizes, rounded to bytes."""
+        for size, out in self.sized.items():
+            if size == 32:
+                continue
+            for part in range(0, self.n, 10000):
+                x = self.train_images[part : part + 10000].permute(0, 3, 1, 2).to(self.recipe.type)
+                y = F.interpolate(
+                    x.float(), (size, size), mode="bilinear", antialias=True, align_corners=False
+                )
+                out[part : part + 10000].copy_(y.round_().clamp_(0, 255).permute(0, 2, 3, 1))
+
+    def reset(self, seed: int) -> None:
+        """Everything that a run changes, as new; from the resident bytes."""
+        torch.manual_seed(seed)
+        self.net.reset()
+        batch = self.recipe.batch
+        wanted = self.total * batch
+        epochs = -(-wanted // self.n)
+        order = torch.rand(epochs, self.n, device=self.device).argsort(1).flatten()[:wanted]
+        self.order.copy_(order.view_as(self.order))
+        self.epochs.copy_((torch.arange(wanted, device=self.device) // self.n).view_as(self.epochs))
+        self.counter.zero_()
+        for state in self.sgd.state.values():
+            state["momentum_buffer"].zero_()
+        self.muon.buffer.zero_()
+        self.resize()
+        first = torch.arange(min(2000, self.n), device=self.device)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.net.whiten_by(
+            augment(self.train_images, first, zero, self.plain, seed=0, dtype=self.recipe.type)
+        )
+
+    def step(self, size: int) -> None:
+        """One update: gather, augment, forward, backward, rates, both optimizers."""
+        r = self.recipe
+        at = self.counter.view(1)
+        index = self.order.index_select(0, at)[0]
+        epoch = self.epochs.index_select(0, at)[0]
+        x = augment(
+            self.sized[size],
+            index,
+            epoch,
+            self.how,
+            seed=self.augment_seed,
+            dtype=r.type,
+            eager=not r.kernels,
+        )
+        y = self.train_labels[index]
+        loss = F.cross_entropy(self.forward(x), y, label_smoothing=r.smoothing, reduction="sum")
+        loss.backward()
+        self.rate.copy_(self.rates.index_select(0, at)[0])
+        self.sgd.step()
+        self.muon.step(self.rate[0])
+        for p in self.net.parameters():
+            p.grad = None
+        self.counter.add_(1)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Correct answers on the test images, without and with more views of the least certain ones."""
+        n = len(self.test_images)
+        every = torch.arange(n, device=self.device)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        eager = not self.recipe.kernels
+        x = augment(self.test_images, every, zero, self.plain, seed=0, dtype=self.recipe.type, eager=eager)
+        logits = torch.cat([self.forward(part) for part in x.split(2000)]).float()
+        self.plain_right.copy_((logits.argmax(1) == self.test_labels).sum())
+        count = int(n * self.recipe.tta_share)
+        if count:
+            unsure = logits.softmax(1).amax(1).topk(count, largest=False, sorted=False).indices
+            picked = x[unsure].contiguous(memory_format=torch.channels_last)
+            s = self.recipe.tta_shifts
+            padded = F.pad(picked, (s,) * 4, "reflect")
+            views = [picked, padded[:, :, :32, :32], padded[:, :, 2 * s : 2 * s + 32, 2 * s : 2 * s + 32]]
+            if s > 1 or self.recipe.tta_share > 0.25:
+                views += [padded[:, :, :32, 2 * s : 2 * s + 32], padded[:, :, 2 * s : 2 * s + 32, :32]]
+            total = 0.0
+            for view in views:
+                for one in (view, view.flip(-1)):
+                    total = total + self.forward(one.contiguous(memory_format=torch.channels_last)).float()
+            logits.index_copy_(0, unsure, total / (2 * len(views)))
+        self.right.copy_((logits.argmax(1) == self.test_labels).sum())
+
+    def prepare(self) -> None:
+        """Warm up and record; the weights are spoiled and `reset` mends them."""
+        began = time.perf_counter()
+        self.reset(0)
+        if self.device.type != "cuda" or self.recipe.capture in ("eager", "compile"):
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for phase in self.phases:
+                self.net.train()
+                for _ in range(2):
+                    self.step(phase.size)
+                self.counter.zero_()
+                stream.synchronize()
+                phase.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(phase.graph, pool=self.pool, stream=stream):
+                    self.step(phase.size)
+            self.net.eval()
+            self.evaluate()
+            stream.synchronize()
+            self.evaluation = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.evaluation, pool=self.pool, stream=stream):
+                self.evaluate()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.made_s = time.perf_counter() - began
+
+    def run(self, seed: int) -> Outcome:
+        """Train from new weights and evaluate. The clock: from resident bytes to the count of right answers."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.reset(seed)
+        if cuda and self.phases[0].graph is not None:
+            for phase in self.phases:
+                for _ in range(phase.steps):
+                    phase.graph.replay()
+            self.evaluation.replay()
+        else:
+            self.net.train()
+            for phase in self.phases:
+                for _ in range(phase.steps):
+                    self.step(phase.size)
+            self.net.eval()
+            self.evaluate()
+        right = int(self.right)
+        seconds = time.perf_counter() - began
+        n = len(self.test_labels)
+        return Outcome(right / n, int(self.plain_right) / n, seconds)
+
+
+@dataclass
+class Phase:
+    """Steps at one image size, and their graph once recorded."""
+
+    size: int
+    steps: int
+    graph: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Test accuracy with and without test-time views, and seconds."""
+
+    accuracy: float
+    plain: float
+    seconds: float

@@ -1,0 +1,188 @@
+"""Images of a resident set to a training batch in one pass: gather, translate, flip, jitter, cut out, normalise.
+
+The Triton kernel reads each source byte once and writes each output once; its eager twin is written with torch
+alone and gives the same bits. Random numbers are Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", 2011) of (seed; index, epoch): they belong to the sample, not to its place in a batch, so batch size,
+number of processes and a resume change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+__all__ = ["Augment", "augment", "augment_eager", "philox"]
+
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to an image of a resident set; the default only normalises.
+
+    Attributes:
+        translate: shift by up to so many pixels each way, uniformly.
+        padding: what comes in at the border: "reflect" (without the edge itself) or "zero" (after normalising).
+        flip: "none", "random" (a fair coin each epoch) or "alternating" (a fair coin in epoch 0, then the other
+            way every epoch; Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024).
+        cutout: side of a square set to zero after normalising, its centre uniform over the image; 0 for none
+            (DeVries and Taylor 2017).
+        brightness, contrast: x becomes (x + b) * c with b in ±brightness and c in 1 ± contrast, after normalising.
+        mean, std: of each channel, in units of the stored values over 255.
+    """
+
+    translate: int = 0
+    padding: str = "reflect"
+    flip: str = "none"
+    cutout: int = 0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+
+_FLIPS = ("none", "random", "alternating")
+
+
+def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: int, c3: int = 0) -> list[torch.Tensor]:
+    """Four 32-bit words of Philox-4x32-10 under the 64-bit key `seed` at counter (c0, c1, c2, c3), as int64.
+
+    Args:
+        c0, c1: int64 of one shape; their low 32 bits count.
+    """
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    x0, x1 = c0 & _MASK, (c1 & _MASK).expand_as(c0)
+    x2, x3 = torch.full_like(x0, c2), torch.full_like(x0, c3)
+    for _ in range(10):
+        # the products wrap around 64 bits, which leaves their bits as they are; the shift's sign bits are masked
+        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1, x2, x3 = (
+            (((p1 >> 32) & _MASK) ^ x1) ^ k0,
+            p1 & _MASK,
+            (((p0 >> 32) & _MASK) ^ x3) ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return [x0, x1, x2, x3]
+
+
+def augment(
+    images: torch.Tensor,
+    indices: torch.Tensor,
+    epoch: torch.Tensor,
+    how: Augment,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    eager: bool = False,
+) -> torch.Tensor:
+    """The batch `images[indices]`, augmented as in `epoch`.
+
+    Args:
+        images: uint8 [N, H, W, C], contiguous.
+        indices: int64 [B] on the same device.
+        epoch: int64, 0-d or [B], on the same device: read there, so that a captured step need not be recorded anew.
+        seed: 64-bit key of the random numbers.
+        dtype: of the result; arithmetic is float32.
+        eager: use the twin; it is used anyway where there is no CUDA device.
+
+    Returns:
+        [B, C, H, W] in channels-last memory.
+    """
+    if eager or not images.is_cuda:
+        return augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
+    B, (_, H, W, C) = len(indices), images.shape
+    out = torch.empty((B, H, W, C), device=images.device, dtype=dtype)
+    block = 1024
+    scale, shift = _affine(how, C, images.device)
+    grid = (B, -(-(H * W * C) // block))
+    # no fused multiply-add: the twin rounds after each operation
+    from hotloop.kernels.programs.augment import augment_kernel
+
+    augment_kernel[grid](
+        images, indices, epoch, scale, shift, out, seed, H, W, C,
+        how.translate, _FLIPS.index(how.flip), how.cutout, how.padding == "zero",
+        how.brightness, how.contrast, bool(how.brightness or how.contrast), epoch.dim(), block,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
+def augment_eager(
+    images: torch.Tensor,
+    indices: torch.Tensor,
+    epoch: torch.Tensor,
+    how: Augment,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`augment` in torch's own operations, on any device, to the bit."""
+    B, (_, H, W, C) = len(indices), images.shape
+    device = images.device
+    t = how.translate
+    rows, columns = torch.arange(H, device=device).expand(B, H), torch.arange(W, device=device).expand(B, W)
+    place = philox(seed, indices, epoch, 0)
+    if how.flip != "none":
+        alternating = how.flip == "alternating"
+        coin = philox(seed, indices, epoch * 0 if alternating else epoch, 2)[0]
+        flipped = ((coin + epoch if alternating else coin) & 1).bool()[:, None]
+        columns = torch.where(flipped, W - 1 - columns, columns)
+    inside = None
+    if t:
+        rows = rows + _below(place[0], 2 * t + 1)[:, None] - t
+        columns = columns + _below(place[1], 2 * t + 1)[:, None] - t
+        if how.padding == "zero":
+            inside = ((rows >= 0) & (rows < H))[:, :, None] & ((columns >= 0) & (columns < W))[:, None, :]
+        rows, columns = _reflect(rows, H), _reflect(columns, W)
+    x = images[indices[:, None, None], rows[:, :, None], columns[:, None, :]].float()
+    scale, shift = _affine(how, C, device)
+    x = x * scale - shift
+    if how.brightness or how.contrast:
+        tone = philox(seed, indices, epoch, 1)
+        x = (x + _around(tone[0], how.brightness)[:, None, None, None]) * (
+            1 + _around(tone[1], how.contrast)[:, None, None, None]
+        )
+    if inside is not None:
+        x = torch.where(inside[..., None], x, 0.0)
+    if how.cutout:
+        top = (_below(place[2], H) - how.cutout // 2)[:, None]
+        left = (_below(place[3], W) - how.cutout // 2)[:, None]
+        y, z = torch.arange(H, device=device)[None], torch.arange(W, device=device)[None]
+        hole = ((y >= top) & (y < top + how.cutout))[:, :, None] & ((z >= left) & (z < left + how.cutout))[
+            :, None
+        ]
+        x = torch.where(hole[..., None], 0.0, x)
+    return x.to(dtype).permute(0, 3, 1, 2)
+
+
+def _below(word: torch.Tensor, n: int) -> torch.Tensor:
+    """A 32-bit word mapped to 0..n-1 (Lemire 2019, without the rejection: bias below n / 2^32)."""
+    return (word * n) >> 32
+
+
+def _around(word: torch.Tensor, reach: float) -> torch.Tensor:
+    """A 32-bit word mapped to ±reach in float32."""
+    return ((word >> 8).float() * (2.0**-23) - 1.0) * reach
+
+
+def _reflect(at: torch.Tensor, size: int) -> torch.Tensor:
+    at = at.abs()
+    return torch.where(at >= size, 2 * (size - 1) - at, at)
+
+
+@cache
+def _affine_values(how: Augment, channels: int) -> tuple[list[float], list[float]]:
+    mean, std = how.mean, how.std
+    if len(mean) != channels or len(std) != channels:
+        mean, std = (mean * channels)[:channels], (std * channels)[:channels]
+    return [1 / (255 * s) for s in std], [m / s for m, s in zip(mean, std, strict=True)]
+
+
+@cache
+def _affine(how: Augment, channels: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [C] each: stored value * scale - shift is the normalised one."""
+    scale, shift = _affine_values(how, channels)
+    return torch.tensor(scale, device=device), torch.tensor(shift, device=device)

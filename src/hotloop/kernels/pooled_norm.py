@@ -1,0 +1,185 @@
+"""Max-pool, batch norm and SiLU of channels-last images in two passes over memory each way.
+
+PyTorch runs them as seven kernels that write 8-byte indices and every intermediate. Here the forward pass reads the
+large image once (pooling it and adding up the statistics), then the pooled one; the backward pass reads the pooled
+one twice and writes the large one once. The eager twin is torch's own operations, equal within rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["pooled_norm_silu", "pooled_norm_silu_eager"]
+
+_MOST_ROWS = 1024
+"""Rows of partial sums at most: enough programs to fill a GPU, few enough to add up in no time."""
+
+
+def pooled_norm_silu(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    *,
+    pool: bool,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    eager: bool = False,
+) -> torch.Tensor:
+    """silu(batch_norm(max_pool2d(x, 2))), the pooling only if `pool`; the norm has a bias and no weight.
+
+    Args:
+        x: [N, C, H, W], float16, bfloat16 or float32; C a multiple of 64 for the kernel.
+        bias, running_mean, running_var: float32 [C]; the running ones are updated when `training`.
+        momentum: share of the new in the running statistics, as torch has it.
+        eager: use the twin; it is used anyway where there is no CUDA device, and for other C.
+
+    Returns:
+        [N, C, H // 2, W // 2] (or H, W), of x's dtype.
+    """
+    C = x.shape[1]
+    if eager or not x.is_cuda or C % 64:
+        return pooled_norm_silu_eager(
+            x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps
+        )
+    x = x.contiguous(memory_format=torch.channels_last)
+    if not training:
+        return _infer(x, bias, running_mean, running_var, pool, eps)
+    result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps)
+    return result
+
+
+def pooled_norm_silu_eager(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    *,
+    pool: bool,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`pooled_norm_silu` in torch's own operations, in float32 after the pooling."""
+    pooled = F.max_pool2d(x, 2) if pool else x
+    z = F.batch_norm(pooled.float(), running_mean, running_var, None, bias, training, momentum, eps)
+    return F.silu(z).to(x.dtype)
+
+
+_BP, _BC, _BR = 32, 64, 128
+
+
+def _grid(pixels: int, channels: int) -> tuple[int, int]:
+    return -(-pixels // _BP), channels // _BC
+
+
+def _turns(pixels: int) -> int:
+    """Blocks that one program adds up: a power of two, since each number is a program to compile."""
+    turns = 4
+    while -(-pixels // (_BP * turns)) > _MOST_ROWS:
+        turns *= 2
+    return turns
+
+
+class _PooledNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor,
+        running_mean: torch.Tensor,
+        running_var: torch.Tensor,
+        pool: bool,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        from hotloop.kernels.programs import pooled_norm as programs
+
+        N, C, H, W = x.shape
+        h, w = (H // 2, W // 2) if pool else (H, W)
+        pixels = N * h * w
+        turns = _turns(pixels)
+        rows, columns = -(-pixels // (_BP * turns)), C // _BC
+        shape = (N, C, h, w)
+        out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        pooled = torch.empty_like(out) if pool else x
+        which = torch.empty_like(out, dtype=torch.int8) if pool else out
+        partial = torch.empty((rows, 2, C), device=x.device)
+        statistics = torch.empty((2, C), device=x.device)
+        programs.pool_and_sum[(rows, columns)](
+            x, pooled, which, partial, pixels, running_mean, H, W, C, pool, _BP, _BC, turns
+        )
+        programs.add_up[(columns,)](
+            partial,
+            statistics,
+            rows,
+            pixels,
+            running_mean,
+            running_var,
+            momentum,
+            eps,
+            C,
+            True,
+            32,
+            min(C, 32),
+            -(-rows // 32),
+        )
+        programs.scale_and_gate[_grid(pixels, C)](
+            pooled, out, statistics, bias, pixels, eps, h, w, C, False, False, _BP, _BC
+        )
+        ctx.save_for_backward(pooled, which if pool else None, statistics, bias)
+        ctx.shape, ctx.pool = (N, C, H, W), pool
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from hotloop.kernels.programs import pooled_norm as programs
+
+        pooled, which, statistics, bias = ctx.saved_tensors
+        N, C, H, W = ctx.shape
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        pixels = pooled.numel() // C
+        turns = _turns(pixels)
+        rows, columns = -(-pixels // (_BP * turns)), C // _BC
+        partial = torch.empty((rows, 2, C), device=pooled.device)
+        sums = torch.empty((2, C), device=pooled.device)
+        programs.slope_and_sum[(rows, columns)](
+            pooled, gradient, statistics, bias, partial, pixels, C, _BP, _BC, turns
+        )
+        programs.add_up[(columns,)](
+            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _BC, _MOST_ROWS // _BR
+        )
+        dx = torch.empty(
+            (N, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
+        )
+        windows = N * ((H + 1) // 2) * ((W + 1) // 2) if ctx.pool else pixels
+        programs.slope_and_scatter[_grid(windows, C)](
+            pooled, gradient, statistics, bias, sums, which if ctx.pool else pooled, dx, windows, pixels,
+            H, W, C, ctx.pool, _BP, _BC,
+        )  # fmt: skip
+        return dx, sums[0], None, None, None, None, None
+
+
+def _infer(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    pool: bool,
+    eps: float,
+) -> torch.Tensor:
+    from hotloop.kernels.programs import pooled_norm as programs
+
+    N, C, H, W = x.shape
+    h, w = (H // 2, W // 2) if pool else (H, W)
+    out = torch.empty((N, C, h, w), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    pixels = N * h * w
+    statistics = torch.stack((running_mean, running_var))
+    programs.scale_and_gate[_grid(pixels, C)](
+        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _BP, _BC
+    )
+    return out

@@ -1,0 +1,101 @@
+"""The Triton program of `hotloop.kernels.augment`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hotloop.kernels.language import jit, tl
+
+__all__ = ["augment_kernel"]
+
+
+@jit
+def _reflect(
+    at: Any,
+    size: Any,
+) -> Any:
+    at = tl.where(at < 0, -at, at)
+    return tl.where(at >= size, 2 * (size - 1) - at, at)
+
+
+@jit
+def _around(
+    word: Any,
+    reach: Any,
+) -> Any:
+    return ((word >> 8).to(tl.float32) * 1.1920928955078125e-07 - 1.0) * reach
+
+
+@jit
+def _below(
+    word: Any,
+    n: Any,
+) -> Any:
+    return ((word.to(tl.uint64) * n) >> 32).to(tl.int32)
+
+
+@jit
+def augment_kernel(
+    images: Any,
+    indices: Any,
+    epoch: Any,
+    scale: Any,
+    shift: Any,
+    out: Any,
+    seed: Any,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    TRANSLATE: tl.constexpr,
+    FLIP: tl.constexpr,
+    CUTOUT: tl.constexpr,
+    ZERO: tl.constexpr,
+    brightness: Any,
+    contrast: Any,
+    JITTER: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: BLOCK values of one image of the batch. Arguments as `hotloop.kernels.augment.augment`."""
+    row = tl.program_id(0)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = e < H * W * C
+    c = e % C
+    x = (e // C) % W
+    y = e // (C * W)
+    index = tl.load(indices + row)
+    i32 = index.to(tl.uint32)
+    e32 = tl.load(epoch + row * EACH).to(tl.uint32)
+    zero = i32 * 0
+    p0, p1, p2, p3 = tl.philox(seed, i32, e32, zero, zero)
+    sy = y
+    sx = x
+    if FLIP > 0:
+        if FLIP == 2:
+            f0, _f1, _f2, _f3 = tl.philox(seed, i32, zero, zero + 2, zero)
+            coin = (f0 + e32) & 1
+        else:
+            f0, _f1, _f2, _f3 = tl.philox(seed, i32, e32, zero + 2, zero)
+            coin = f0 & 1
+        sx = tl.where(coin == 1, W - 1 - x, x)
+    inside = valid
+    if TRANSLATE > 0:
+        sy = sy + _below(p0, 2 * TRANSLATE + 1) - TRANSLATE
+        sx = sx + _below(p1, 2 * TRANSLATE + 1) - TRANSLATE
+        if ZERO:
+            inside = valid & (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
+        sy = _reflect(sy, H)
+        sx = _reflect(sx, W)
+    value = tl.load(images + index * (H * W * C) + (sy * W + sx) * C + c, mask=valid, other=0).to(tl.float32)
+    value = value * tl.load(scale + c) - tl.load(shift + c)
+    if JITTER:
+        t0, t1, _t2, _t3 = tl.philox(seed, i32, e32, zero + 1, zero)
+        value = (value + _around(t0, brightness)) * (1 + _around(t1, contrast))
+    if ZERO:
+        value = tl.where(inside, value, 0.0)
+    if CUTOUT > 0:
+        top = _below(p2, H) - CUTOUT // 2
+        left = _below(p3, W) - CUTOUT // 2
+        hole = (y >= top) & (y < top + CUTOUT) & (x >= left) & (x < left + CUTOUT)
+        value = tl.where(hole, 0.0, value)
+    tl.store(out + row.to(tl.int64) * (H * W * C) + e, value.to(out.dtype.element_ty), mask=valid)

@@ -1,0 +1,290 @@
+"""The Triton programs of `hotloop.kernels.pooled_norm`.
+
+All tensors are channels-last, flattened to [pixels, C]. A tile is BP pixels by BC channels; sums over pixels are kept
+per program and added up in a fixed order by `add_up`, so that results do not change from run to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hotloop.kernels.language import jit, tl
+
+__all__ = ["add_up", "pool_and_sum", "scale_and_gate", "slope_and_scatter", "slope_and_sum"]
+
+
+@jit
+def _window(
+    image: Any,
+    row: Any,
+    column: Any,
+    H: Any,
+    W: Any,
+) -> Any:
+    """First pixel of a 2 x 2 window."""
+    return (image * H + 2 * row) * W + 2 * column
+
+
+@jit
+def _largest(
+    x: Any,
+    at: Any,
+    c: Any,
+    C: Any,
+    W: Any,
+    mask: Any,
+) -> Any:
+    """The largest of a window's four values and which it is, the first of equals."""
+    best = tl.load(x + at * C + c, mask=mask, other=0.0)
+    which = tl.zeros(best.shape, tl.int8)
+    other = tl.load(x + (at + 1) * C + c, mask=mask, other=0.0)
+    which = tl.where(other > best, 1, which)
+    best = tl.maximum(best, other)
+    other = tl.load(x + (at + W) * C + c, mask=mask, other=0.0)
+    which = tl.where(other > best, 2, which)
+    best = tl.maximum(best, other)
+    other = tl.load(x + (at + W + 1) * C + c, mask=mask, other=0.0)
+    which = tl.where(other > best, 3, which)
+    best = tl.maximum(best, other)
+    return best, which.to(tl.int8)
+
+
+@jit
+def pool_and_sum(
+    x: Any,
+    pooled: Any,
+    which: Any,
+    partial: Any,
+    pixels: Any,
+    mean_guess: Any,
+    H: Any,
+    W: Any,
+    C: Any,
+    POOL: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> None:
+    """Pool 2 x 2 (if POOL) and add up value and square of each channel, both less a guess of its mean.
+
+    partial: float32 [programs, 2, C].
+    """
+    program = tl.program_id(0)
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = channels[None, :]
+    guess = tl.load(mean_guess + channels)
+    total = tl.zeros((BC,), tl.float32)
+    square = tl.zeros((BC,), tl.float32)
+    for turn in range(TURNS):
+        p = (program * TURNS + turn) * BP + tl.arange(0, BP)
+        inside = (p < pixels)[:, None]
+        mask = inside & (c < C)
+        at = p.to(tl.int64)[:, None]
+        if POOL:
+            h = H // 2
+            w = W // 2
+            first = _window(p // (h * w), (p // w) % h, p % w, H, W).to(tl.int64)[:, None]
+            value, place = _largest(x, first, c, C, W, mask)
+            tl.store(pooled + at * C + c, value, mask=mask)
+            tl.store(which + at * C + c, place, mask=mask)
+        else:
+            value = tl.load(x + at * C + c, mask=mask, other=0.0)
+        v = tl.where(inside, value.to(tl.float32) - guess[None, :], 0.0)
+        total += tl.sum(v, 0)
+        square += tl.sum(v * v, 0)
+    tl.store(partial + program * 2 * C + channels, total)
+    tl.store(partial + program * 2 * C + C + channels, square)
+
+
+@jit
+def add_up(
+    partial: Any,
+    out: Any,
+    programs: Any,
+    pixels: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: Any,
+    eps: Any,
+    C: Any,
+    STATISTICS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> None:
+    """Sum `partial` over programs. Out, float32 [2, C]: the sums; or (STATISTICS) mean and 1 / deviation.
+
+    With STATISTICS the sums are less `running_mean`, which is updated after it was read, as `running_var` is.
+    """
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.zeros((BR, BC), tl.float32)
+    second = tl.zeros((BR, BC), tl.float32)
+    for turn in range(TURNS):
+        r = (turn * BR + tl.arange(0, BR))[:, None]
+        at = partial + r * 2 * C + channels[None, :]
+        first += tl.load(at, mask=r < programs, other=0.0)
+        second += tl.load(at + C, mask=r < programs, other=0.0)
+    one = tl.sum(first, 0)
+    two = tl.sum(second, 0)
+    if STATISTICS:
+        old = tl.load(running_mean + channels)
+        off = one / pixels
+        var = tl.maximum(two / pixels - off * off, 0.0)
+        mean = old + off
+        was = tl.load(running_var + channels)
+        tl.store(running_mean + channels, old + momentum * off)
+        tl.store(running_var + channels, was + momentum * (var * (pixels / (pixels - 1.0)) - was))
+        one = mean
+        two = 1.0 / tl.sqrt(var + eps)
+    tl.store(out + channels, one)
+    tl.store(out + C + channels, two)
+
+
+@jit
+def scale_and_gate(
+    x: Any,
+    out: Any,
+    statistics: Any,
+    bias: Any,
+    pixels: Any,
+    eps: Any,
+    H: Any,
+    W: Any,
+    C: Any,
+    POOL: tl.constexpr,
+    INFER: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """z = (x - mean) / deviation + bias, out = z * sigmoid(z). INFER: statistics are mean and variance."""
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = channels[None, :]
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    mask = (p < pixels)[:, None] & (c < C)
+    at = p.to(tl.int64)[:, None]
+    if POOL:
+        h = H // 2
+        w = W // 2
+        first = _window(p // (h * w), (p // w) % h, p % w, H, W).to(tl.int64)[:, None]
+        value, _place = _largest(x, first, c, C, W, mask)
+    else:
+        value = tl.load(x + at * C + c, mask=mask, other=0.0)
+    mean = tl.load(statistics + channels)[None, :]
+    inverse = tl.load(statistics + C + channels)[None, :]
+    if INFER:
+        inverse = 1.0 / tl.sqrt(inverse + eps)
+    z = (value.to(tl.float32) - mean) * inverse + tl.load(bias + channels)[None, :]
+    tl.store(out + at * C + c, (z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _slope(
+    x: Any,
+    gradient: Any,
+    statistics: Any,
+    bias: Any,
+    at: Any,
+    channels: Any,
+    C: Any,
+    mask: Any,
+) -> Any:
+    """(gradient of z, normalised x)."""
+    c = channels[None, :]
+    value = tl.load(x + at * C + c, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + at * C + c, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.load(statistics + C + channels)[None, :]
+    normal = (value - tl.load(statistics + channels)[None, :]) * inverse
+    z = normal + tl.load(bias + channels)[None, :]
+    s = tl.sigmoid(z)
+    return dy * (s * (1.0 + z * (1.0 - s))), normal
+
+
+@jit
+def slope_and_sum(
+    x: Any,
+    gradient: Any,
+    statistics: Any,
+    bias: Any,
+    partial: Any,
+    pixels: Any,
+    C: Any,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> None:
+    """Add up, per channel, the gradient of z and its product with normalised x. partial: float32 [programs, 2, C]."""
+    program = tl.program_id(0)
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    total = tl.zeros((BC,), tl.float32)
+    product = tl.zeros((BC,), tl.float32)
+    for turn in range(TURNS):
+        p = (program * TURNS + turn) * BP + tl.arange(0, BP)
+        mask = (p < pixels)[:, None] & (channels < C)[None, :]
+        slope, normal = _slope(x, gradient, statistics, bias, p.to(tl.int64)[:, None], channels, C, mask)
+        total += tl.sum(slope, 0)
+        product += tl.sum(slope * normal, 0)
+    tl.store(partial + program * 2 * C + channels, total)
+    tl.store(partial + program * 2 * C + C + channels, product)
+
+
+@jit
+def slope_and_scatter(
+    x: Any,
+    gradient: Any,
+    statistics: Any,
+    bias: Any,
+    sums: Any,
+    which: Any,
+    out: Any,
+    windows: Any,
+    pixels: Any,
+    H: Any,
+    W: Any,
+    C: Any,
+    POOL: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """The gradient of what was pooled: that of the norm at each window's largest value, zero elsewhere.
+
+    With POOL, `windows` counts partial windows at odd borders too, and `pixels` is that of the pooled image.
+    """
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = channels[None, :]
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    inside = p < windows
+    q = p
+    row = p
+    column = p
+    if POOL:
+        h = H // 2
+        w = W // 2
+        hh = (H + 1) // 2
+        ww = (W + 1) // 2
+        row = (p // ww) % hh
+        column = p % ww
+        image = p // (hh * ww)
+        q = (image * h + row) * w + column
+        whole = inside & (row < h) & (column < w)
+    else:
+        whole = inside
+    mask = whole[:, None] & (c < C)
+    at = q.to(tl.int64)[:, None]
+    slope, normal = _slope(x, gradient, statistics, bias, at, channels, C, mask)
+    inverse = tl.load(statistics + C + channels)[None, :]
+    one = tl.load(sums + channels)[None, :] / pixels
+    two = tl.load(sums + C + channels)[None, :] / pixels
+    dx = (inverse * (slope - one - normal * two)).to(out.dtype.element_ty)
+    if POOL:
+        place = tl.load(which + at * C + c, mask=mask, other=4)
+        first = _window(p // (hh * ww), row, column, H, W).to(tl.int64)[:, None]
+        here = inside[:, None] & (c < C)
+        right = here & (2 * column + 1 < W)[:, None]
+        below = here & (2 * row + 1 < H)[:, None]
+        zero = tl.zeros(dx.shape, dx.dtype)
+        tl.store(out + first * C + c, tl.where(place == 0, dx, zero), mask=here)
+        tl.store(out + (first + 1) * C + c, tl.where(place == 1, dx, zero), mask=right)
+        tl.store(out + (first + W) * C + c, tl.where(place == 2, dx, zero), mask=below)
+        tl.store(out + (first + W + 1) * C + c, tl.where(place == 3, dx, zero), mask=right & below)
+    else:
+        tl.store(out + at * C + c, dx, mask=mask)

@@ -89,7 +89,9 @@ class LoopHost:
         updates = self._preparer.updates
         groups = [u.optimizer.param_groups for u in updates]
         # another list of groups comes with a state that was loaded
-        if len(groups) != len(self._rated) or any(a is not b for a, b in zip(groups, self._rated, strict=True)):
+        if len(groups) != len(self._rated) or any(
+            a is not b for a, b in zip(groups, self._rated, strict=True)
+        ):
             self._rate_on_device()
             self._rated = groups
         for group, rate in self._rates:
@@ -126,7 +128,8 @@ class LoopHost:
                     continue
                 static = self._statics.get(p)
                 if static is None:
-                    static = self._statics[p] = torch.zeros_like(p)
+                    dtype = getattr(p, "grad_dtype", None) or p.dtype
+                    static = self._statics[p] = torch.zeros_like(p, dtype=dtype)
                 if p.grad is not static:
                     if p.grad is None:
                         static.zero_()

@@ -105,6 +105,8 @@ class Preparer:
         module.to(self._device)
         if self._precision.name == "fp8":
             self._compute_in_float8(module)
+        if self._precision.stores_16_bits:
+            self._store_in_bf16(module)
         keeper = None
         if (self._state.watching or self._processes.world > 1) and next(module.buffers(), None) is not None:
             keeper = BufferKeeper(module)
@@ -121,6 +123,31 @@ class Preparer:
         self.registry.modules.append(module)
         return module
 
+    def _store_in_bf16(self, module: nn.Module) -> None:
+        from hotloop.precision.weights import store_in_bf16
+
+        several = self._processes.world > 1
+        if several:
+            # rank 0's values, before they are rounded: masters of all ranks are to begin alike
+            collectives.broadcast([p.data for p in module.parameters()], self._processes)
+        # data parallelism sums gradients in the dtype of the parameters
+        wide = self._window.every > 1 and not several and hasattr(torch.Tensor, "grad_dtype")
+        stored = store_in_bf16(module, masters=self._precision.master == "fp32", wide_gradients=wide)
+        self._say(f"{type(module).__name__}: {stored}")
+        for optimizer in self.registry.optimizers:
+            self._give_masters(optimizer)
+
+    def _give_masters(self, optimizer: Any) -> None:
+        """Let `optimizer` keep masters of its parameters that are stored in bf16, whichever was prepared first."""
+        if not self._precision.stores_16_bits or self._precision.master != "fp32":
+            return
+        from hotloop.optim import add_masters
+        from hotloop.precision.weights import needs_masters, take_originals
+
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if needs_masters(parameters):
+            add_masters(optimizer, take_originals(parameters))
+
     def _compute_in_float8(self, module: nn.Module) -> None:
         from hotloop.precision import install_float8
 
@@ -135,6 +162,7 @@ class Preparer:
                 return optimizer
             known.remove()
         self._check_parameters(optimizer)
+        self._give_masters(optimizer)
         updates: HostUpdates | ResidentUpdates
         if isinstance(self._state, ResidentState):
             if prefer_fused(optimizer):
@@ -239,7 +267,7 @@ class Preparer:
 
 def _make_plain(module: nn.Module) -> None:
     """Take back what another loop's precision did to `module`."""
-    if any("_hotloop_float8" in m.__dict__ for m in module.modules()):
-        from hotloop.precision import remove_float8
+    from hotloop.precision import remove_float8, restore_weights
 
-        remove_float8(module)
+    remove_float8(module)
+    restore_weights(module)

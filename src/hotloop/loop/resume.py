@@ -249,7 +249,8 @@ def _put_gradients(registry: Registry, gradients: list[dict[str, torch.Tensor]])
     for i, module in enumerate(registry.modules):
         saved = gradients[i] if i < len(gradients) else {}
         for name, p in module.named_parameters():
-            p.grad = saved[name].to(p.device, p.dtype) if name in saved else None
+            dtype = getattr(p, "grad_dtype", None) or p.dtype
+            p.grad = saved[name].to(p.device, dtype) if name in saved else None
         binding = binding_of(module)
         if binding is not None and binding.keeper is not None:
             binding.keeper.accept()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
+
+_DTYPE = operator.attrgetter("dtype")
 
 __all__ = ["as_real_dense", "clip_coefficient", "gradients_of", "total_norm"]
 
@@ -29,8 +32,14 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0) -> torch.T
     """Norm of all gradients as one vector, 0-d, on their device: the value of torch's `get_total_norm`."""
     if not gradients:
         return torch.zeros(())
-    norms = torch._foreach_norm(gradients, norm_type)
+    norms = torch._foreach_norm(gradients, norm_type, dtype=_wide_enough(gradients))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _wide_enough(gradients: list[torch.Tensor]) -> torch.dtype | None:
+    """float32 if some are of 16 bits, whose norm would lose most of its digits; None for their own dtype."""
+    dtypes = set(map(_DTYPE, gradients))
+    return torch.float32 if dtypes & {torch.bfloat16, torch.float16} and torch.float64 not in dtypes else None
 
 
 def clip_coefficient(total: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ from hotloop.precision.formats import Precision, find_precision
 if TYPE_CHECKING:
     from hotloop.precision.choice import choose_precision
     from hotloop.precision.float8_layers import Float8Layers, choose_layers, install_float8, remove_float8
+    from hotloop.precision.weights import restore_weights, store_in_bf16
 
 __all__ = [
     "Float8Layers",
@@ -20,6 +21,8 @@ __all__ = [
     "install_float8",
     "outputs_to_float32",
     "remove_float8",
+    "restore_weights",
+    "store_in_bf16",
 ]
 
 # most runs use none of these
@@ -28,6 +31,8 @@ __getattr__ = deferred(
     __name__,
     {
         "choose_precision": "hotloop.precision.choice",
+        "restore_weights": "hotloop.precision.weights",
+        "store_in_bf16": "hotloop.precision.weights",
         **dict.fromkeys(_LAYERS, "hotloop.precision.float8_layers"),
     },
 )

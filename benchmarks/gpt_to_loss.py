@@ -1,17 +1,17 @@
-"""Seconds to validation loss 1.50 on tiny Shakespeare, warm and cold: examples/gpt_chars_fast.py against nanoGPT's settings.
+"""Seconds to validation loss 1.50 on tiny Shakespeare: examples/gpt_chars_fast.py against nanoGPT's settings.
 
     python -m benchmarks.gpt_to_loss --text input.txt [--runs 5] [--quick] [--json FILE]
 
-Both train 10.6 M parameters (6 layers, 6 heads, width 384, context 256) on the first 90 % of the text until the loss over
-the whole validation split (the last 10 %, in windows of 256) is at most 1.50. Every look at it is counted.
+Both train 10.6 M parameters (6 layers, 6 heads, width 384, context 256) on the first 90 % of the text until the loss
+over the whole validation split (the last 10 %, in windows of 256) is at most 1.50. Every look at it is counted.
 
 Warm: from drawing the weights to the target, in a process that has compiled or recorded everything in a run before.
 Cold: from the start of the process to the target: imports, CUDA's start, compiling, recording and training; compile and
 kernel caches are empty, the operating system's file cache is warm (torch was imported before).
 
-The peer is plain PyTorch with the published settings of nanoGPT's character model: batch 64, context 256, AdamW 1e-3 with
-betas 0.9 and 0.99 and weight decay 0.1, dropout 0.2, 100 updates of warm-up, a cosine over 5,000 down to 1e-4, gradients
-clipped at 1, bf16, compiled. It looks every 50 updates, as often as it pays; nanoGPT's own interval is 250.
+The peer is plain PyTorch with the published settings of nanoGPT's character model: batch 64, context 256, AdamW 1e-3
+with betas 0.9 and 0.99 and weight decay 0.1, dropout 0.2, 100 updates of warm-up, a cosine over 5,000 down to 1e-4,
+gradients clipped at 1, bf16, compiled. It looks every 50 updates; nanoGPT's own interval is 250.
 """
 
 from __future__ import annotations

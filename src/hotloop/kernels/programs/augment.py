@@ -1,8 +1,8 @@
 """The Triton program of `hotloop.kernels.augment`."""
 
+# mypy: ignore-errors
+# Triton compiles these functions; its arguments have no Python types.
 from __future__ import annotations
-
-from typing import Any
 
 from hotloop.kernels.language import jit, tl
 
@@ -11,38 +11,38 @@ __all__ = ["augment_kernel"]
 
 @jit
 def _reflect(
-    at: Any,
-    size: Any,
-) -> Any:
+    at,
+    size,
+):
     at = tl.where(at < 0, -at, at)
     return tl.where(at >= size, 2 * (size - 1) - at, at)
 
 
 @jit
 def _around(
-    word: Any,
-    reach: Any,
-) -> Any:
+    word,
+    reach,
+):
     return ((word >> 8).to(tl.float32) * 1.1920928955078125e-07 - 1.0) * reach
 
 
 @jit
 def _below(
-    word: Any,
-    n: Any,
-) -> Any:
+    word,
+    n,
+):
     return ((word.to(tl.uint64) * n) >> 32).to(tl.int32)
 
 
 @jit
 def augment_kernel(
-    images: Any,
-    indices: Any,
-    epoch: Any,
-    scale: Any,
-    shift: Any,
-    out: Any,
-    seed: Any,
+    images,
+    indices,
+    epoch,
+    scale,
+    shift,
+    out,
+    seed,
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
@@ -50,12 +50,12 @@ def augment_kernel(
     FLIP: tl.constexpr,
     CUTOUT: tl.constexpr,
     ZERO: tl.constexpr,
-    brightness: Any,
-    contrast: Any,
+    brightness,
+    contrast,
     JITTER: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """One program: BLOCK values of one image of the batch. Arguments as `hotloop.kernels.augment.augment`."""
     row = tl.program_id(0)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -4,9 +4,9 @@ All tensors are channels-last, flattened to [pixels, C]. A tile is BP pixels by 
 per program and added up in a fixed order by `add_up`, so that results do not change from run to run.
 """
 
+# mypy: ignore-errors
+# Triton compiles these functions; its arguments have no Python types.
 from __future__ import annotations
-
-from typing import Any
 
 from hotloop.kernels.language import jit, tl
 
@@ -15,25 +15,25 @@ __all__ = ["add_up", "pool_and_sum", "scale_and_gate", "slope_and_scatter", "slo
 
 @jit
 def _window(
-    image: Any,
-    row: Any,
-    column: Any,
-    H: Any,
-    W: Any,
-) -> Any:
+    image,
+    row,
+    column,
+    H,
+    W,
+):
     """First pixel of a 2 x 2 window."""
     return (image * H + 2 * row) * W + 2 * column
 
 
 @jit
 def _largest(
-    x: Any,
-    at: Any,
-    c: Any,
-    C: Any,
-    W: Any,
-    mask: Any,
-) -> Any:
+    x,
+    at,
+    c,
+    C,
+    W,
+    mask,
+):
     """The largest of a window's four values and which it is, the first of equals."""
     best = tl.load(x + at * C + c, mask=mask, other=0.0)
     which = tl.zeros(best.shape, tl.int8)
@@ -51,20 +51,20 @@ def _largest(
 
 @jit
 def pool_and_sum(
-    x: Any,
-    pooled: Any,
-    which: Any,
-    partial: Any,
-    pixels: Any,
-    mean_guess: Any,
-    H: Any,
-    W: Any,
-    C: Any,
+    x,
+    pooled,
+    which,
+    partial,
+    pixels,
+    mean_guess,
+    H,
+    W,
+    C,
     POOL: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
     TURNS: tl.constexpr,
-) -> None:
+):
     """Pool 2 x 2 (if POOL) and add up value and square of each channel, both less a guess of its mean.
 
     partial: float32 [programs, 2, C].
@@ -98,20 +98,20 @@ def pool_and_sum(
 
 @jit
 def add_up(
-    partial: Any,
-    out: Any,
-    programs: Any,
-    pixels: Any,
-    running_mean: Any,
-    running_var: Any,
-    momentum: Any,
-    eps: Any,
-    C: Any,
+    partial,
+    out,
+    programs,
+    pixels,
+    running_mean,
+    running_var,
+    momentum,
+    eps,
+    C,
     STATISTICS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     TURNS: tl.constexpr,
-) -> None:
+):
     """Sum `partial` over programs. Out, float32 [2, C]: the sums; or (STATISTICS) mean and 1 / deviation.
 
     With STATISTICS the sums are less `running_mean`, which is updated after it was read, as `running_var` is.
@@ -142,20 +142,20 @@ def add_up(
 
 @jit
 def scale_and_gate(
-    x: Any,
-    out: Any,
-    statistics: Any,
-    bias: Any,
-    pixels: Any,
-    eps: Any,
-    H: Any,
-    W: Any,
-    C: Any,
+    x,
+    out,
+    statistics,
+    bias,
+    pixels,
+    eps,
+    H,
+    W,
+    C,
     POOL: tl.constexpr,
     INFER: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
-) -> None:
+):
     """z = (x - mean) / deviation + bias, out = z * sigmoid(z). INFER: statistics are mean and variance."""
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     c = channels[None, :]
@@ -179,15 +179,15 @@ def scale_and_gate(
 
 @jit
 def _slope(
-    x: Any,
-    gradient: Any,
-    statistics: Any,
-    bias: Any,
-    at: Any,
-    channels: Any,
-    C: Any,
-    mask: Any,
-) -> Any:
+    x,
+    gradient,
+    statistics,
+    bias,
+    at,
+    channels,
+    C,
+    mask,
+):
     """(gradient of z, normalised x)."""
     c = channels[None, :]
     value = tl.load(x + at * C + c, mask=mask, other=0.0).to(tl.float32)
@@ -201,17 +201,17 @@ def _slope(
 
 @jit
 def slope_and_sum(
-    x: Any,
-    gradient: Any,
-    statistics: Any,
-    bias: Any,
-    partial: Any,
-    pixels: Any,
-    C: Any,
+    x,
+    gradient,
+    statistics,
+    bias,
+    partial,
+    pixels,
+    C,
     BP: tl.constexpr,
     BC: tl.constexpr,
     TURNS: tl.constexpr,
-) -> None:
+):
     """Add up, per channel, the gradient of z and its product with normalised x. partial: float32 [programs, 2, C]."""
     program = tl.program_id(0)
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -229,22 +229,22 @@ def slope_and_sum(
 
 @jit
 def slope_and_scatter(
-    x: Any,
-    gradient: Any,
-    statistics: Any,
-    bias: Any,
-    sums: Any,
-    which: Any,
-    out: Any,
-    windows: Any,
-    pixels: Any,
-    H: Any,
-    W: Any,
-    C: Any,
+    x,
+    gradient,
+    statistics,
+    bias,
+    sums,
+    which,
+    out,
+    windows,
+    pixels,
+    H,
+    W,
+    C,
     POOL: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
-) -> None:
+):
     """The gradient of what was pooled: that of the norm at each window's largest value, zero elsewhere.
 
     With POOL, `windows` counts partial windows at odd borders too, and `pixels` is that of the pooled image.

@@ -114,7 +114,8 @@ class _PooledNorm(torch.autograd.Function):
             x, pooled, which, partial, pixels, running_mean, H, W, C, pool, _BP, _BC, turns
         )
         programs.add_up[(C // 16,)](
-            partial, statistics, rows, pixels, running_mean, running_var, momentum, eps, C, True, _BR, 16, _MOST_ROWS // _BR,
+            partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
+            C, True, _BR, 16, _MOST_ROWS // _BR,
         )  # fmt: skip
         programs.scale_and_gate[_grid(pixels, C)](
             pooled, out, statistics, bias, pixels, eps, h, w, C, False, False, _BP, _BC
@@ -139,7 +140,7 @@ class _PooledNorm(torch.autograd.Function):
             pooled, gradient, statistics, bias, partial, pixels, C, _BP, _BC, turns
         )
         programs.add_up[(C // 16,)](
-            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _BC, _MOST_ROWS // _BR,
+            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, 16, _MOST_ROWS // _BR,
         )  # fmt: skip
         dx = torch.empty(
             (N, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last

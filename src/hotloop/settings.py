@@ -2,6 +2,10 @@
 
 Explicit argument > `HOTLOOP_<NAME>` in the environment > settings file (TOML) > default. Only
 `HOTLOOP_OVERRIDE` ("precision=bf16,accumulation=4") beats an argument, and it says so.
+
+Settings that only say how the machine is used (threads, workers, …) are no arguments of `Loop`: they come from the
+environment, a file, or the dictionary `Loop(settings={...})`. A file with a table `[machine]` was found on that kind
+of machine, and is left aside on any other.
 """
 
 from __future__ import annotations
@@ -54,6 +58,32 @@ def _positive(name: str) -> Callable[[Any], int]:
         if isinstance(value, bool) or not str(value).strip().isdigit() or int(value) < 1:
             raise SettingError(f"{name}={value!r} is not a whole number of at least 1")
         return int(value)
+
+    return check
+
+
+def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """None and the empty text leave it to the script."""
+    return lambda value: None if value is None or value == "" else check(value)
+
+
+def _natural(name: str) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not str(value).strip().isdigit():
+            raise SettingError(f"{name}={value!r} is not a whole number of at least 0")
+        return int(value)
+
+    return check
+
+
+def _switch(name: str) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        key = str(value).lower()
+        if key in {"1", "true", "on", "yes"}:
+            return True
+        if key in {"0", "false", "off", "no"}:
+            return False
+        raise SettingError(f"{name}={value!r} is neither on nor off")
 
     return check
 
@@ -112,6 +142,8 @@ def _precision(value: Any) -> Any:
     return _choice("precision", _PRECISIONS)(value)
 
 
+_MEMORY_FORMATS = {name: name for name in ("contiguous", "channels_last")}
+
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
@@ -128,30 +160,59 @@ SETTINGS: dict[str, Setting] = {
         Setting("seed", None, _seed),
         Setting("device", None, _device),
         Setting("record", True, _record),
+        # how the machine is used; None leaves it to the script
+        Setting("fused", None, _optional(_switch("fused"))),
+        Setting("memory_format", None, _optional(_choice("memory_format", _MEMORY_FORMATS))),
+        Setting("micro_batch", None, _optional(_positive("micro_batch"))),
+        Setting("workers", None, _optional(_natural("workers"))),
+        Setting("prefetch", None, _optional(_positive("prefetch"))),
+        Setting("pin_memory", None, _optional(_switch("pin_memory"))),
+        Setting("threads", None, _optional(_positive("threads"))),
+        Setting("cudnn_benchmark", None, _optional(_switch("cudnn_benchmark"))),
     )
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settled values by name, and for each where it came from ("argument", "default", a variable, a file)."""
+    """Settled values by name, and for each where it came from ("argument", "default", a variable, a file).
+
+    Attributes:
+        notes: what was decided on the way, each in one line.
+    """
 
     values: dict[str, Any]
     sources: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
 
-def find_settings(arguments: Mapping[str, Any], file: str | os.PathLike[str] | None = None) -> Settings:
+def find_settings(
+    arguments: Mapping[str, Any],
+    file: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    machine: Callable[[str | None], Mapping[str, Any]] | None = None,
+) -> Settings:
     """Settle every setting. `arguments` holds those given explicitly (None means not given).
+
+    Args:
+        arguments: by name.
+        file: a TOML file, or a mapping, whose values count as arguments too; arguments by name come before them.
+        machine: gives the kind of this machine, for the device asked for, as `hotloop.hardware.machine_kind` does; a
+            file found on another kind is left aside.
 
     Raises:
         SettingError: an unknown name or value in any source; lists the valid ones and names the source.
     """
     _refuse_unknown_variables()
+    if isinstance(file, Mapping):
+        _check_names(file, "settings")
+        arguments = {**file, **{name: value for name, value in arguments.items() if value is not None}}
+        file = None
     file = file if file is not None else os.environ.get("HOTLOOP_SETTINGS")
-    from_file = _read_file(Path(file)) if file else {}
+    notes: list[str] = []
+    from_file = _read_file(Path(file), notes, machine, arguments.get("device")) if file else {}
     override = _read_override(os.environ.get("HOTLOOP_OVERRIDE", ""))
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -176,7 +237,7 @@ def find_settings(arguments: Mapping[str, Any], file: str | os.PathLike[str] | N
             print(
                 f"hotloop: {name}={values[name]} from HOTLOOP_OVERRIDE replaces the argument", file=sys.stderr
             )
-    return Settings(values, sources)
+    return Settings(values, sources, tuple(notes))
 
 
 def _refuse_unknown_variables() -> None:
@@ -209,7 +270,9 @@ def _read_override(text: str) -> dict[str, str]:
     return found
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(
+    path: Path, notes: list[str], machine: Callable[[str | None], Mapping[str, Any]] | None, device: Any
+) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -218,4 +281,13 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise SettingError(f"settings file {path} is not valid TOML: {error}") from None
     table: dict[str, Any] = content.get("settings", content)
     _check_names(table, str(path))
+    found_on = content.get("machine") if "settings" in content else None
+    if isinstance(found_on, dict) and machine is not None:
+        here = machine(None if device is None else str(device))
+        other = [name for name in found_on if found_on[name] != here.get(name)]
+        if other:
+            there = ", ".join(f"{name} {found_on[name]}" for name in other)
+            mine = ", ".join(f"{name} {here.get(name)}" for name in other)
+            notes.append(f"{path} is left aside: it was found on {there}, and this is {mine}")
+            return {}
     return table

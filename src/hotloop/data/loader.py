@@ -19,6 +19,7 @@ from hotloop.data.move import count_samples
 from hotloop.data.order import Start
 from hotloop.data.prefetch import find_lane, moved_steps, prefetched_steps
 from hotloop.data.sampler_state import samplers_of
+from hotloop.data.serving import Serving
 from hotloop.data.step import Step
 from hotloop.data.streamed import StreamFeed
 from hotloop.errors import DataError, PrepareError
@@ -49,6 +50,7 @@ class Loader:
         processes: this process among all; constructing a loader is collective.
         seed: the run's seed, for information: orders and streams come from torch's generators, as always.
         prefetch: how many batches ahead copies to the device are queued.
+        serving: what replaces the source's own workers, prefetching, pinning and batch size.
 
     Attributes:
         epoch: number of the epoch that is running or comes next.
@@ -60,6 +62,7 @@ class Loader:
         batch_samples: samples of the current batch on this process: 0 for a replay, 1 if it cannot be known.
         is_replay: this process has no batch at this step and got an earlier one again.
         global_samples: samples of all processes at this step; -1 if only communication could tell.
+        unserved: what of `serving` the source does not take, as a sentence; else empty.
         waited_s: seconds that the consumer waited for data since construction.
         before_batch: called at the start of every `__next__`, before the position moves on. If it raises,
             the iteration ends there and the next one continues at that position.
@@ -78,12 +81,16 @@ class Loader:
         processes: Processes,
         seed: int | None = None,
         prefetch: int = 2,
+        serving: Serving | None = None,
     ) -> None:
         self.source: Any = source.source if isinstance(source, Loader) else source
+        self.unserved = ""
+        self.serving = serving or Serving()
+        self._serve()
         self.device = _with_index(torch.device(device))
         self.processes = processes
         self.seed = seed
-        self.prefetch = prefetch
+        self.prefetch = self.serving.prefetch or prefetch
         self.epoch = 0
         self.handed_out = 0
         self.samples_handed_out = 0
@@ -103,17 +110,29 @@ class Loader:
         self._skip = 0
         self._last: Any = None
         self._recent: deque[tuple[int, Any]] = deque(maxlen=64)
-        self._lane = find_lane(self.device)
+        self._lane = find_lane(self.device, pins=self.serving.pin_memory is not False)
         agree = None
         if processes.world > 1:
             agree = Agreement(processes, f"loader {next(_numbers)}")
         self._feed = self._find_feed(agree)
 
+    def _serve(self) -> None:
+        """Have the source served as asked, if it is one whose fetch is torch's own."""
+        asked = {name: value for name, value in vars(self.serving).items() if value is not None}
+        if asked and _is_map_style(self.source):
+            self.source = self.serving.apply(self.source)
+        elif asked.keys() & {"workers", "micro_batch"}:
+            shown = ", ".join(f"{name}={value}" for name, value in asked.items())
+            self.unserved = (
+                f"{shown}: a {type(self.source).__name__} over data that is not read by index stays as it is"
+            )
+
     def _find_feed(self, agree: Agreement | None) -> Feed:
         source, rank, world = self.source, self.processes.rank, self.processes.world
         ahead = self.device.type != "cpu"
         if _is_map_style(source):
-            return MapFeed(source, self.device, rank, world, agree, ahead)
+            pins = self.serving.pin_memory is not False
+            return MapFeed(source, self.device, rank, world, agree, ahead, pins)
         if isinstance(source, Iterable) or hasattr(source, "__getitem__") or callable(source):
             return StreamFeed(source, rank, world, agree, ahead)
         raise PrepareError(

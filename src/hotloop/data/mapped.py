@@ -25,6 +25,7 @@ from hotloop.data.order import (
 )
 from hotloop.data.randomness import GlobalStreams, batch_seed
 from hotloop.data.sampler_state import SamplerState
+from hotloop.data.serving import is_lasting
 from hotloop.data.step import Ahead, Step
 from hotloop.data.workers import MapWorkers, Ticket
 from hotloop.errors import DataError
@@ -42,6 +43,7 @@ class MapFeed(Feed):
         rank, world: this process among all.
         agree: the ranks' agreement; None for a single process.
         reads_ahead: steps are taken before the loop asks for them, so each must know if it is the last.
+        pins: what is fetched here for such a device goes into page-locked memory.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class MapFeed(Feed):
         world: int,
         agree: Agreement | None,
         reads_ahead: bool,
+        pins: bool = True,
     ) -> None:
         self.source = source
         self.reads_ahead = reads_ahead or source.num_workers > 0
@@ -69,13 +72,15 @@ class MapFeed(Feed):
             draws_nothing(source.dataset) and (self.exact or _is_torch_collate(source.collate_fn))
         )
         self.persistent = source.num_workers > 0 and source.persistent_workers
+        self.lasting = self.persistent or is_lasting(source)
         self._base: int | None = None  # of lasting workers, which torch seeds once
         self._round = 0
         self._workers: MapWorkers | None = None
         self._turn = 0
-        pins = device.type in ("cuda", "xpu")
+        accelerated = device.type in ("cuda", "xpu")
+        pins = pins and accelerated
         self._fetch = build_fetch(source.dataset, source.collate_fn, self.auto, pinned=pins)
-        self._pins_here = source.pin_memory and not pins and torch.accelerator.is_available()
+        self._pins_here = source.pin_memory and not accelerated and torch.accelerator.is_available()
 
     def _batch_size(self) -> int:
         if not self.auto:
@@ -159,7 +164,7 @@ class MapFeed(Feed):
             step = waiting.popleft()
             step.batch = batch
             yield step
-            if self.persistent and turn != self._turn:
+            if self.lasting and turn != self._turn:
                 raise DataError(
                     "another loop over this loader began and took its persistent workers; finish one loop "
                     "before the next, or use persistent_workers=False"

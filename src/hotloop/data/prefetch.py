@@ -44,8 +44,9 @@ class Lane(Protocol):
 class DeviceLane:
     """The `Lane` of a CUDA, ROCm or XPU device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pins: bool = True) -> None:
         self.device = device
+        self._pins = pins
         self._module: Any = torch.get_device_module(device)
         self._stream: Any = self._module.Stream(device=device)
 
@@ -67,14 +68,14 @@ class DeviceLane:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device; from pageable memory by way of page-locked memory."""
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+        if self._pins and tensor.device.type == "cpu" and tensor.layout is torch.strided:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
 
-def find_lane(device: torch.device) -> Lane | None:
+def find_lane(device: torch.device, *, pins: bool = True) -> Lane | None:
     """The lane of `device`, None for a device without streams of its own (CPU, MPS, meta)."""
-    return DeviceLane(device) if device.type in ("cuda", "xpu") else None
+    return DeviceLane(device, pins) if device.type in ("cuda", "xpu") else None
 
 
 class _Staged:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from hotloop.data.fetch import Fetch, build_fetch
 from hotloop.data.randomness import batch_seed, seed_streams
+from hotloop.data.serving import is_lasting
 
 __all__ = ["MapWorkers", "StreamWorkers", "Ticket", "WorkerStart"]
 
@@ -108,7 +109,7 @@ def _inner_settings(source: Any) -> dict[str, Any]:
         "timeout": source.timeout,
         "multiprocessing_context": source.multiprocessing_context,
         "prefetch_factor": source.prefetch_factor,
-        "persistent_workers": source.persistent_workers,
+        "persistent_workers": source.persistent_workers or is_lasting(source),
         # The seeds come from WorkerStart; nobody's generator may pay for torch's own draw.
         "generator": torch.Generator(),
     }

@@ -24,7 +24,7 @@ from hotloop.hardware.cores import (
 )
 from hotloop.hardware.precisions import supported_precisions
 
-__all__ = ["describe_links", "describe_machine"]
+__all__ = ["cpu_model", "describe_links", "describe_machine"]
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def describe_machine() -> dict[str, Any]:
         "system": _read(platform.platform),
         "hostname": _read(socket.gethostname),
         "cpu": {
-            "model": _read(_cpu_model),
+            "model": cpu_model(),
             "architecture": platform.machine(),
             "physical_cores": _read(physical_cores),
             "logical_cores": os.cpu_count(),
@@ -231,6 +231,11 @@ def _nccl_version() -> str | None:
     if torch.version.cuda is None and torch.version.hip is None:
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def cpu_model() -> str | None:
+    """The processor's name; None where the system does not tell."""
+    return _read(_cpu_model)
 
 
 def _cpu_model() -> str | None:

@@ -13,11 +13,13 @@ import torch
 
 from hotloop.errors import CheckpointError, NonFiniteError, PrepareError, SettingError
 from hotloop.hardware.devices import find_device
+from hotloop.hardware.kind import machine_kind
 from hotloop.hardware.processes import find_local_rank, find_processes
 from hotloop.loop.capturing import LoopHost
 from hotloop.loop.course import Course
 from hotloop.loop.every import Every
 from hotloop.loop.faults import Faults
+from hotloop.loop.machine import MachineUse
 from hotloop.loop.modules import binding_of
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.saving import Saver
@@ -54,7 +56,8 @@ class Loop:
         seed: seeds python, numpy and torch; None leaves them as they are.
         config: what this run is, for its record: a dict, an argparse.Namespace, a dataclass.
         record: False to keep no record, or the folder for it; default a new one under `runs/`.
-        settings: a TOML file of settings.
+        settings: a TOML file of settings, or a dict of them: also those that are no arguments, `threads`, `workers`,
+            `prefetch`, `pin_memory`, `micro_batch`, `fused`, `memory_format`, `cudnn_benchmark`.
         device: "cpu", "cuda", "cuda:1"…; default what is found.
         trackers: one or several further sinks for logged values, such as `hotloop.metrics.TensorBoard`.
 
@@ -88,7 +91,7 @@ class Loop:
         seed: int | None = None,
         config: Any = None,
         record: bool | StrPath | None = None,
-        settings: StrPath | None = None,
+        settings: StrPath | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         trackers: Sequence[Sink] | Sink = (),
     ) -> None:
@@ -110,7 +113,7 @@ class Loop:
                     f"trackers={tracker!r} is no tracker: give objects such as hotloop.metrics.TensorBoard(folder), "
                     "with write_rows(rows) and close()"
                 )
-        self.settings = find_settings(given, settings)
+        self.settings = find_settings(given, settings, machine_kind)
         self.device = find_device(self.settings["device"], local_rank=find_local_rank())
         self.processes = find_processes(self.device.type)
         self.precision = find_precision(self.settings["precision"], self.device)
@@ -127,6 +130,10 @@ class Loop:
             self.device,
             resident=self._resident is not None,
         )
+        use = MachineUse.of(self.settings)
+        if use.serving.micro_batch is not None:
+            # how many make an update is known once the loader is
+            self._window.plain = False
         if self._resident is not None and self.processes.world > 1 and self._resident.watching:
             self._window.probe = self._resident.share_losses()
         self._plain = self._window.plain and not self.precision.scaled
@@ -146,6 +153,9 @@ class Loop:
             samples=lambda: self._course.samples_seen(),
         )
         self._say = self._session.notes.say
+        for note in self.settings.notes:
+            self._say(note)
+        use.begin(self.device, self._say)
         if self.precision.reason:
             self._say(f"precision auto is {self.precision.name}: {self.precision.reason}")
         self._write_row = self._session.log.write
@@ -166,6 +176,7 @@ class Loop:
             window=self._window,
             state=self._state,
             seed=self.settings["seed"],
+            use=use,
             say=self._say,
             after_update=self._faults.after,
             before_batch=self._course.between_batches,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hotloop.errors import PrepareError
 
-__all__ = ["kind_of", "map_objects"]
+__all__ = ["find_loader", "kind_of", "map_objects"]
 
 
 def kind_of(thing: Any) -> str | None:
@@ -68,3 +68,14 @@ def map_objects(thing: Any, kind: str, function: Callable[[Any], Any], where: st
         return changed if type(thing) is dict else type(thing)(changed)  # type: ignore[call-arg]
     items = [map_objects(value, kind, function, f"{where}[{i}]") for i, value in enumerate(thing)]
     return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
+
+
+def find_loader(things: Any) -> Any:
+    """The first loader in `things`, also inside containers; None if there is none."""
+    for thing in things.values() if isinstance(things, Mapping) else things:
+        kind = kind_of(thing)
+        if kind == "loader":
+            return thing
+        if kind == "container" and (found := find_loader(thing)) is not None:
+            return found
+    return None

@@ -13,6 +13,7 @@ from hotloop.data import Loader
 from hotloop.errors import PrepareError
 from hotloop.hardware.processes import Processes
 from hotloop.loop.buffers import BufferKeeper
+from hotloop.loop.machine import MachineUse
 from hotloop.loop.modules import Binding, bind_module, binding_of, unbind_module
 from hotloop.loop.prepared import map_objects
 from hotloop.loop.resume import Registry
@@ -54,6 +55,7 @@ class Preparer:
         window: Window,
         state: HostState | ResidentState,
         seed: int | None,
+        use: MachineUse,
         say: Callable[[str], None],
         after_update: Callable[[Any], None],
         before_batch: Callable[[Any], None],
@@ -72,6 +74,7 @@ class Preparer:
         self._window = window
         self._state = state
         self._seed = seed
+        self._use = use
         self._say = say
         self._after_update = after_update
         self._before_batch = before_batch
@@ -79,6 +82,11 @@ class Preparer:
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         """See `Loop.prepare`. Modules first, then optimizers, schedulers, loaders, wherever they stand."""
         results: Any = objects
+        every = self._use.window_of(objects, self._window.every)
+        if every is not None:
+            self._window.every = every
+            # a batch that is all of an update needs no weight against others
+            self._window.weighted = self._window.weighted and (every > 1 or self._processes.world > 1)
         for kind, act in (
             ("module", self._module),
             ("optimizer", self._optimizer),
@@ -103,6 +111,7 @@ class Preparer:
         if any(module is known for known in self.registry.modules):
             return module
         module.to(self._device)
+        self._use.lay_out(module, self._say)
         if self._precision.name == "fp8":
             self._compute_in_float8(module)
         if self._precision.stores_16_bits:
@@ -162,6 +171,7 @@ class Preparer:
                 return optimizer
             known.remove()
         self._check_parameters(optimizer)
+        self._use.fuse(optimizer, self._say)
         self._give_masters(optimizer)
         updates: HostUpdates | ResidentUpdates
         if isinstance(self._state, ResidentState):
@@ -223,7 +233,12 @@ class Preparer:
             if any(source is known for known in self.registry.loaders):
                 return source
             source = source.source
-        loader = Loader(source, device=self._device, processes=self._processes, seed=self._seed)
+        serving = self._use.serving_of(first=not self.registry.loaders)
+        loader = Loader(
+            source, device=self._device, processes=self._processes, seed=self._seed, serving=serving
+        )
+        if loader.unserved:
+            self._say(loader.unserved)
         loader.before_batch = functools.partial(self._before_batch, loader)
         self._window.watch(loader)
         self.registry.loaders.append(loader)

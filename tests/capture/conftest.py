@@ -6,6 +6,7 @@ import torch
 import hotloop
 from hotloop.loop import capturing
 from hotloop.loop import loop as loop_module
+from hotloop.nested import tensors_of
 from hotloop.state import ResidentState
 
 
@@ -21,6 +22,7 @@ class Rerun:
         state, window = self.recorder.state, self.recorder.window
         resident = self.recorder.updates()
         marks, window_marks = [u.host_marks() for u in resident], window.marks()
+        # the effects of the recording stay those that it was made with
         self.tape.clear()
         state.tape = window.tape = self.tape
         try:
@@ -40,23 +42,44 @@ class Rerun:
 
 
 def _tensors(structure):
-    from hotloop.nested import tensors_of
-
     return [t.detach() for t in tensors_of(structure)]
 
 
 class RerunRecorder:
+    """Attributes: bytes_each, what a recording holds; clock_ms, the device's clock; spent_ms, what a replay takes."""
+
     runs_while_recording = True
 
     def __init__(self, state, window, updates):
         self.state, self.window, self.updates = state, window, updates
+        self.generators = []
+        self.pool = []
+        self.bytes_each = 100
+        self.clock_ms = 0.0
+        self.spent_ms = 1.0
 
     def warm(self, work):
         return work()
 
-    def record(self, work):
+    def record(self, work, generators=()):
+        self.generators = list(generators)
         result = work()
-        return Rerun(self, work, result, self.state.tape), result
+        recording = Rerun(self, work, result, self.state.tape)
+        self.pool.append(recording)
+        return recording, result
+
+    def pool_bytes(self):
+        return self.bytes_each * len(self.pool)
+
+    def drop_pool(self, recordings):
+        self.pool = []
+
+    def mark_time(self):
+        self.clock_ms += self.spent_ms
+        return self.clock_ms
+
+    def elapsed_ms(self, start, end):
+        return end - start
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +99,7 @@ def graph_loop(monkeypatch):
         return self._recorder
 
     monkeypatch.setattr(capturing.LoopHost, "recorder", recorder)
-    monkeypatch.setattr(
-        loop_module, "find_mode", lambda chosen, device: "graph" if chosen == "auto" else chosen
-    )
+    monkeypatch.setattr(loop_module, "find_mode", lambda chosen, device: chosen)
 
     def make(**settings):
         settings.setdefault("record", False)

@@ -1,11 +1,13 @@
 """One step, one launch: recording, what is frozen, fallbacks that say why."""
 
+from hotloop.capture.buckets import Buckets
 from hotloop.capture.effects import find_effects
 from hotloop.capture.fingerprint import Fingerprint
 from hotloop.capture.graphs import CudaRecorder, Recorder, Recording
-from hotloop.capture.step import CapturedStep, StepHost, host_names
+from hotloop.capture.step import CapturedStep, StepHost
 
 __all__ = [
+    "Buckets",
     "CapturedStep",
     "CudaRecorder",
     "Fingerprint",
@@ -13,5 +15,4 @@ __all__ = [
     "Recording",
     "StepHost",
     "find_effects",
-    "host_names",
 ]

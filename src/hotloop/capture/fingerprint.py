@@ -95,7 +95,7 @@ class Fingerprint:
         self._add("autocast", _autocast)
         self._add("a module's hooks", self._hook_count)
         learning = [[p for p in group if p.requires_grad] for group in groups]
-        self._probes = list(dict.fromkeys(itertools.chain(*((g[0], g[-1]) for g in learning if g))))
+        self._probes = list(dict.fromkeys(p for g in learning if g for p in (g[0], g[len(g) // 2], g[-1])))
         self._turn = 0
         self.remember()
 
@@ -135,7 +135,7 @@ class Fingerprint:
         return self._learning() == self._known_learning and self._same_addresses()
 
     def gradients_wait(self) -> bool:
-        """Whether gradients lie in the parameters, as far as the first and last of each group show."""
+        """Whether gradients lie in the parameters, as far as the first, middle and last of each group show."""
         return any(p.grad is not None for p in self._probes)
 
     def take(self) -> list[Any]:
@@ -153,6 +153,15 @@ class Fingerprint:
                 if isinstance(value, torch.Tensor):
                     found[f"{kind}.{name}"] = found.get(f"{kind}.{name}", 0) ^ id(value)
         return found
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that the step may write: parameters, buffers, and those it reaches by itself, by name."""
+        found = {f"parameter {i} of shape {tuple(p.shape)}": p for i, p in enumerate(self.parameters)}
+        for i, module in enumerate(self.modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    found[f"buffer {name} of {type(module).__name__} {i}"] = buffer
+        return found | {f"tensor {i} of shape {tuple(t.shape)}": t for i, t in enumerate(self.reached)}
 
     def difference(self, old: list[Any], new: list[Any]) -> str:
         """Name and change of the first value that differs, for a person."""
@@ -195,7 +204,8 @@ class Fingerprint:
             self._seen.add(id(module))
             self.modules.append(module)
             values = module.__dict__
-            own, read = forward_names(type(module)), self._read | ({"training"} if module is root else set())
+            kind: Any = type(module)
+            own, read = forward_names(kind), self._read | ({"training"} if module is root else set())
             keys = [
                 k
                 for k, v in values.items()
@@ -222,13 +232,9 @@ class Fingerprint:
         for name in names:
             if name in scope and self._add_value(name, functools.partial(scope.get, name), names, depth):
                 self._places.add_key(name, scope)
-        if function.__defaults__ and any(
-            [
-                self._add_value(f"default {i}", functools.partial(_default, function, i), names, depth)
-                for i in range(len(function.__defaults__))
-            ]
-        ):
-            self._places.add(operator.attrgetter("__defaults__"), function)
+        for i in range(len(function.__defaults__ or ())):
+            self._add_value(f"default {i}", functools.partial(_default, function, i), names, depth)
+        self._places.add(operator.attrgetter("__defaults__"), function)
 
     def _add_value(self, name: str, getter: Callable[[], Any], names: set[str], depth: int) -> bool:
         """Watch what a name stands for, and what it leads to; False if nothing there can change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -31,8 +31,25 @@ class Recorder(Protocol):
     def warm(self, work: Callable[[], Any]) -> Any:
         """Do `work` once, where it would be recorded."""
 
-    def record(self, work: Callable[[], Any]) -> tuple[Recording, Any]:
-        """Record `work`; returns the recording and what `work` returned."""
+    def record(
+        self, work: Callable[[], Any], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Recording, Any]:
+        """Record `work`; returns the recording and what `work` returned.
+
+        `generators` are those beside the device's default one that `work` may draw from: replays go on drawing.
+        """
+
+    def pool_bytes(self) -> int:
+        """Device memory that the recordings made so far hold, together."""
+
+    def drop_pool(self, recordings: Sequence[Recording]) -> None:
+        """Give up `recordings` and the memory that all made so far have in common; later ones begin a new one."""
+
+    def mark_time(self) -> Any:
+        """A point in the current stream's work."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float | None:
+        """Milliseconds of device time between two points; None while the second is not reached."""
 
 
 class CudaRecorder:
@@ -57,7 +74,9 @@ class CudaRecorder:
         outer.wait_stream(self.stream)
         return result
 
-    def record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def record(
+        self, work: Callable[[], Any], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """See `Recorder.record`.
 
         Raises:
@@ -66,6 +85,9 @@ class CudaRecorder:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
         # a collection in the middle could free device memory that the capture may not touch
         gc.collect()
         torch.cuda.synchronize(self._device)
@@ -90,6 +112,36 @@ class CudaRecorder:
             if was_enabled:
                 gc.enable()
         return graph, result
+
+    def pool_bytes(self) -> int:
+        """See `Recorder.pool_bytes`; walks the allocator's segments, so it is for after a recording."""
+        if self._pool is None:
+            return 0
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment.get("segment_pool_id", ())) == tuple(self._pool)
+        )
+
+    def drop_pool(self, recordings: Sequence[Recording]) -> None:
+        """See `Recorder.drop_pool`; waits for the device, which may be running one of them."""
+        torch.cuda.synchronize(self._device)
+        for recording in recordings:
+            assert isinstance(recording, torch.cuda.CUDAGraph)
+            recording.reset()
+        self._pool = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def mark_time(self) -> torch.cuda.Event:
+        """See `Recorder.mark_time`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """See `Recorder.elapsed_ms`."""
+        return float(start.elapsed_time(end)) if end.query() else None
 
 
 def _drop_workspaces() -> None:

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hotloop.capture.buckets import Buckets, Padding
+from hotloop.capture.checking import differing, keep, outcome_of
+from hotloop.capture.choosing import Choice
 from hotloop.capture.effects import find_effects
-from hotloop.capture.fingerprint import Fingerprint
-from hotloop.capture.graphs import Recorder, Recording
+from hotloop.capture.entry import Entry, describe
+from hotloop.capture.frozen import Frozen
+from hotloop.capture.graphs import Recorder
+from hotloop.capture.reasons import cause_of, first_line, host_names
+from hotloop.capture.recordings import Recordings
 from hotloop.errors import CaptureError
 from hotloop.stalls import record_syncs
 
-__all__ = ["CapturedStep", "StepHost", "host_names"]
+__all__ = ["CapturedStep", "StepHost"]
 
-# The first calls of each shape are real steps, run eagerly: lazy state of optimizers, libraries and autograd is made.
-_WARM_CALLS = 3
-_MOST_GRAPHS = 32
-# A value that changes in so many calls running would have the step recorded anew for ever.
-_CHANGES_IN_A_ROW = 4
+_NEW_NUMBERS_IN_A_ROW = 8
 
 
 class StepHost(Protocol):
-    """What a captured step needs of the loop that it belongs to."""
+    """What a captured step needs of the loop that it belongs to.
+
+    Attributes:
+        device: where steps run.
+        eager: captured steps run as plain Python while it is True.
+        warm_calls: so many real steps are run eagerly before the first recording: lazy state of optimizers, libraries
+            and autograd is made in them.
+    """
 
     device: torch.device
     eager: bool
+    warm_calls: int
 
     def modules(self) -> list[nn.Module]:
         """Prepared modules."""
@@ -50,24 +58,22 @@ class StepHost(Protocol):
         """A step begins; returns what of its place in the accumulation window a recording freezes."""
 
     def ready(self) -> None:
-        """Make optimizers and gradients fit to be recorded and replayed; called before each step."""
+        """Make optimizers fit to be recorded and replayed; called before each step."""
+
+    def hold_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Let gradients that wait in `parameters` lie where all recordings look for them; returns them."""
 
     def recording(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """While it is open, host effects of the step go to the list given instead of being done."""
 
+    def remaining(self) -> int | None:
+        """How many updates are still to come, as far as that is known."""
 
-@dataclass
-class _Entry:
-    """One shape of the step, in one state of everything frozen."""
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of optimizers and of the loop itself that a step writes, by name."""
 
-    warm: int = 0
-    recording: Recording | None = None
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    spec: Any = None
-    effects: list[Callable[[], None]] = field(default_factory=list)
-    gradients: list[torch.Tensor | None] | None = None
-    single: bool = False
+    def generators(self) -> list[torch.Generator]:
+        """The default generators that a step draws from."""
 
 
 class CapturedStep:
@@ -75,88 +81,201 @@ class CapturedStep:
 
     Args:
         function: any function of tensors; with a backward inside it is a training step.
-        mode: "off", "compile" (prepared modules' forwards compiled), "graph" (the whole recorded), "full" (both).
+        host: the loop.
+        mode: "off", "compile" (prepared modules' forwards compiled), "graph" (the whole recorded), "full" (both),
+            "auto" (recorded, and compiled where the run is long enough).
         outputs: "clone" gives each call results of its own; "static" gives the same tensors each time, valid until
             the next call.
-        host: the loop.
+        buckets: how batches of variable length are padded; None records each length.
+        pool_bytes: the most memory that recordings may hold; None for what the device has.
+        check_every: compare every so many-th replay with the plain step; None never.
 
     Attributes:
         captures: how many recordings were made.
         replays: how many calls were replays.
+        checks: how many replays were compared with the plain step.
         reason: why calls run eagerly, or None.
     """
 
     def __init__(
-        self, function: Callable[..., Any], host: StepHost, mode: str, outputs: str = "clone"
+        self,
+        function: Callable[..., Any],
+        host: StepHost,
+        mode: str,
+        outputs: str = "clone",
+        *,
+        buckets: Buckets | None = None,
+        pool_bytes: int | None = None,
+        check_every: int | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.name = getattr(function, "__name__", "the step")
         self.mode = mode
-        self.captures = 0
-        self.replays = 0
+        self.captures = self.replays = self.checks = 0
         self.reason: str | None = None
         self._host = host
         self._clone = outputs == "clone"
-        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
-        self._states: list[list[Any]] = []
-        self._state = 0
-        self._fingerprint: Fingerprint | None = None
-        self._changes: dict[str, int] = {}
+        self._padding = Padding(buckets) if buckets is not None else None
+        self._check_every = check_every
+        self._frozen = Frozen(function, self.name, host.modules, host.optimizers, [host])
+        # entries of the state that everything frozen is in, by what distinguishes them in the usual call
+        self._usual: dict[Any, Entry] = {}
+        self._usual_state = -1
+        self._new_numbers = 0
         self._compiled: dict[nn.Module, Any] = {}
-        self._recorder = host.recorder() if mode in ("graph", "full") else None
-        if mode in ("graph", "full"):
-            if self._recorder is None:
-                self._give_up(f"{host.device} records no graphs")
-            else:
-                effects = find_effects(function, host_names(function, host))
-                if effects:
-                    self._give_up(
-                        f"{'; '.join(effects)}: a replay would not repeat that; do it outside the step"
-                    )
+        self._choice: Choice | None = None
+        self._recorder = host.recorder() if mode in ("auto", "graph", "full") else None
+        self._recordings: Recordings | None = None
+        if self._recorder is not None:
+            self._recordings = Recordings(self.name, self._recorder, pool_bytes, host.say)
+            if mode == "auto":
+                self._choice = Choice(self._recorder, host.modules, host.remaining, host.say)
+            effects = find_effects(function, host_names(function))
+            if effects:
+                self._give_up(f"{'; '.join(effects)}: a replay would not repeat that; do it outside the step")
+        elif mode in ("auto", "graph", "full"):
+            self._give_up(f"{host.device} records no graphs")
+
+    @property
+    def evictions(self) -> int:
+        """How many recordings were given up for memory."""
+        return self._recordings.evictions if self._recordings is not None else 0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether forwards of prepared modules are compiled now."""
+        return self._choice.compiled if self._choice is not None else self.mode in ("compile", "full")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step."""
         host = self._host
-        if host.eager:
-            return self.function(*args, **kwargs)
-        if self.mode == "off" or self._recorder is None:
+        recorder = self._recorder
+        if recorder is None or host.eager:
             return self._run_eagerly(args, kwargs)
         place = host.enter()
         host.ready()
-        if not kwargs and all(type(arg) is torch.Tensor for arg in args):
-            # the usual call, without the cost of a general structure
-            leaves, spec = list(args), None
+        if self._usual and not kwargs:
+            fingerprint = self._frozen.fingerprint
+            waiting = fingerprint.gradients_wait()
+            entry = self._usual.get((place, waiting))
+            if (
+                entry is not None
+                and entry.takes(args)
+                and fingerprint.unchanged()
+                and (not waiting or entry.bring_gradients())
+            ):
+                return self._replay(entry, args, args, kwargs)
+        return self._call_generally(recorder, place, args, kwargs)
+
+    def _call_generally(
+        self, recorder: Recorder, place: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call that is not like the one before in everything, or that no recording is there for yet."""
+        leaves, spec = tree_flatten((args, kwargs))
+        padding, length, to = self._padding, None, None
+        if padding is not None and (length := padding.length_of(leaves)) is not None:
+            to, said = padding.choose(length)
+            if said is not None:
+                self._host.say(f"{self.name}: {said}")
+            if not padding.lengths:
+                return recorder.warm(lambda: self._run_eagerly(args, kwargs))
+        state = self._look()
+        waiting = self._frozen.fingerprint.gradients_wait()
+        if padding is not None and length is not None and to is not None:
+            shapes = tuple(padding.describe(leaf, length, to) for leaf in leaves)
         else:
-            leaves, spec = tree_flatten((args, kwargs))
-        key = (place, self._frozen_state(), spec, tuple(map(_describe, leaves)))
-        entry = self._entries.get(key)
+            shapes = tuple(map(describe, leaves))
+        key = (place, waiting, state, self.compiles, spec, shapes)
+        assert self._recordings is not None
+        entry = self._recordings.find(key)
         if entry is None:
-            entry = self._new_entry(key, leaves)
-        else:
-            self._entries.move_to_end(key)
+            entry = self._new_entry(self._recordings, key, leaves)
         if entry.recording is None:
-            if entry.warm < (_WARM_CALLS if self.captures == 0 else 1):
-                entry.warm += 1
-                return self._warm(entry, args, kwargs)
-            if not self._record(entry, leaves, spec):
-                return self._run_eagerly(args, kwargs)
-            if self._recorder.runs_while_recording:
-                return self._after(entry)
-        tensors = leaves if spec is None else [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if tensors:
-            torch._foreach_copy_(entry.inputs, tensors, non_blocking=True)
-        assert entry.recording is not None
-        entry.recording.replay()
-        self.replays += 1
+            if padding is not None and length is not None and to is not None:
+                leaves = padding.pad(leaves, length, to)
+            result = self._towards_recording(recorder, entry, leaves, spec)
+            if padding is not None and entry.recording is not None and to == padding.lengths[-1]:
+                padding.first = False
+            return result
+        self._new_numbers = 0
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if waiting and not entry.bring_gradients():
+            return self._run_eagerly(args, kwargs)
+        if padding is None and not kwargs and len(tensors) == len(args):
+            entry.expect(tensors)
+            self._usual[place, waiting] = entry
+        return self._replay(entry, tensors, args, kwargs, length)
+
+    def _look(self) -> int:
+        """The state that everything frozen is in."""
+        frozen = self._frozen
+        state = frozen.look()
+        if state != self._usual_state:
+            self._usual.clear()
+            self._usual_state = state
+        if frozen.changed is not None:
+            if self.captures:
+                self._host.say(f"{self.name} is captured anew: {frozen.changed}")
+            frozen.changed = None
+        return state
+
+    def _new_entry(self, recordings: Recordings, key: Any, leaves: list[Any]) -> Entry:
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor | bool | int | float | str | bytes | type(None)):
+                self._host.say(
+                    f"{self.name}: an argument of type {type(leaf).__name__} is frozen by identity"
+                )
+        if any(isinstance(leaf, int | float) for leaf in leaves):
+            self._new_numbers += 1
+            if self._new_numbers > _NEW_NUMBERS_IN_A_ROW:
+                raise CaptureError(
+                    f"{self.name}: an argument that is a Python number was another one in each of the last "
+                    f"{_NEW_NUMBERS_IN_A_ROW} calls; a captured step freezes it. Pass it as a tensor, or keep it in "
+                    "`loop.scalar(name)`"
+                )
+        entry = Entry(key, compiled=self.compiles)
+        recordings.add(entry)
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            recordings.refuse(entry, "an argument requires a gradient, which a replay would not hand on")
+        return entry
+
+    # -------------------------------------------------------------------------------------------- replaying
+
+    def _replay(
+        self,
+        entry: Entry,
+        tensors: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        length: int | None = None,
+    ) -> Any:
+        if self._check_every is not None and (self.replays + 1) % self._check_every == 0:
+            return self._replay_checked(entry, tensors, args, kwargs, length)
+        self._launch(entry, tensors, length)
         return self._after(entry)
 
-    def _after(self, entry: _Entry) -> Any:
+    def _launch(self, entry: Entry, tensors: Any, length: int | None) -> None:
+        if length is None or self._padding is None:
+            entry.copy_in(tensors)
+        else:
+            self._padding.fill(entry.inputs, tensors, length)
+        assert entry.recording is not None
+        choice = self._choice
+        if choice is None or choice.settled or choice.compiled != entry.compiled:
+            entry.recording.replay()
+        else:
+            choice.launch(entry.recording.replay, self.name)
+            if choice.compiled != entry.compiled:
+                self._usual.clear()
+        self.replays += 1
+        assert self._recordings is not None
+        self._recordings.touch(entry)
+
+    def _after(self, entry: Entry) -> Any:
         """What a replay leaves to the host: gradients in place, effects, results."""
-        if entry.gradients is not None and self._fingerprint is not None:
-            for p, grad in zip(self._fingerprint.parameters, entry.gradients, strict=True):
-                if p.grad is not grad:
-                    p.grad = grad
+        if entry.gradients is not None:
+            entry.place_gradients()
         for effect in entry.effects:
             effect()
         results = entry.outputs
@@ -164,64 +283,149 @@ class CapturedStep:
             results = [r.clone() if isinstance(r, torch.Tensor) else r for r in results]
         return results[0] if entry.single else tree_unflatten(results, entry.spec)
 
-    # -------------------------------------------------------------------------------------------- what is frozen
+    def _replay_checked(
+        self, entry: Entry, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any], length: int | None
+    ) -> Any:
+        """The plain step, then the replay, both from the same state; where they differ, the plain one counts."""
+        fingerprint, recorder = self._frozen.fingerprint, self._recorder
+        assert recorder is not None
+        live = self._host.state_tensors() | fingerprint.live_tensors()
+        kept = keep(live, fingerprint.parameters, [*self._host.generators(), *fingerprint.generators])
+        if length is not None and self._padding is not None:
+            leaves, spec = tree_flatten((args, kwargs))
+            to = self._padding.length_of(entry.inputs) or length
+            args, kwargs = self._arguments(self._padding.pad(leaves, length, to), spec)
+        with self._forwards(), self._host.recording() as effects:
+            result = recorder.warm(lambda: self.function(*args, **kwargs))
+        plain = outcome_of(kept, result)
+        kept.put_back()
+        self._launch(entry, tensors, length)
+        entry.place_gradients()
+        replayed = outcome_of(kept, tree_unflatten(entry.outputs, entry.spec))
+        self.checks += 1
+        odd = differing(kept, plain, replayed)
+        if odd is None:
+            return self._after(entry)
+        plain.put(kept)
+        self._give_up(f"replay {self.replays} beside the plain step: {odd}; the plain step counts")
+        for effect in effects:
+            effect()
+        return result
 
-    def _frozen_state(self) -> int:
-        """Number of the state that everything frozen is in; a new one means recording anew."""
-        fingerprint = self._fingerprint
-        if fingerprint is None:
-            host = self._host
-            fingerprint = Fingerprint(self.function, host.modules(), host.optimizers(), skip=[host])
-            self._fingerprint = fingerprint
-        values = fingerprint.take()
-        if self._states and values == self._states[self._state]:
-            if self._changes:
-                self._changes.clear()
-            return self._state
-        return self._find_state(fingerprint, values)
+    # -------------------------------------------------------------------------------------------- recording
 
-    def _find_state(self, fingerprint: Fingerprint, values: list[Any]) -> int:
-        if not self._states:
-            self._states.append(values)
-            return 0
-        changed = fingerprint.difference(self._states[self._state], values)
-        for number, known in enumerate(self._states):
-            if known == values:
-                self._state = number
-                return number
-        name = changed.split(":")[0]
-        self._changes[name] = self._changes.get(name, 0) + 1
-        if self._changes[name] >= _CHANGES_IN_A_ROW:
-            raise CaptureError(
-                f"{self.name}: {changed} changed in each of the last {_CHANGES_IN_A_ROW} calls; a captured step "
-                "freezes Python values. Pass it as a tensor argument, or hold it in a tensor on the device"
+    def _towards_recording(self, recorder: Recorder, entry: Entry, leaves: list[Any], spec: Any) -> Any:
+        """A real step, eagerly, until there were enough; then the recording and its first replay."""
+        args, kwargs = self._arguments(leaves, spec)
+        if entry.refused is not None:
+            return self._run_eagerly(args, kwargs)
+        # compiling itself waits for the device: the call that is watched for waits comes after it
+        needed = self._host.warm_calls if self.captures == 0 else 2 if entry.compiled else 1
+        if entry.warm < needed:
+            entry.warm += 1
+            return self._warm(recorder, entry, args, kwargs, watched=entry.warm == needed)
+        if not self._record(recorder, entry, leaves, spec):
+            return self._run_eagerly(args, kwargs)
+        if recorder.runs_while_recording:
+            result = self._after(entry)
+        else:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self._launch(entry, tensors, None)
+            result = self._after(entry)
+        assert self._recordings is not None
+        if self._recordings.keep_within(entry):
+            self._usual.clear()
+        return result
+
+    def _warm(self, recorder: Recorder, entry: Entry, args: Any, kwargs: Any, *, watched: bool) -> Any:
+        """An eager step on the recording stream; the one before recording is watched for waits."""
+        fingerprint, choice = self._frozen.fingerprint, self._choice
+        values, tensors = fingerprint.take(), fingerprint.tensors()
+        watch: AbstractContextManager[Any] = record_syncs(self._host.device) if watched else nullcontext([])
+        trial = choice if choice is not None and entry.compiled and choice.untried else None
+        gradients = [p.grad for p in fingerprint.parameters] if trial is not None else []
+        try:
+            with self._forwards(), watch as waits:
+                result = recorder.warm(lambda: self.function(*args, **kwargs))
+        except Exception as error:
+            if trial is None:
+                raise
+            trial.refuse(f"{self.name}: compiling failed, eager kernels are used: {first_line(error)}")
+            for p, gradient in zip(fingerprint.parameters, gradients, strict=True):
+                p.grad = gradient
+            return self._run_eagerly(args, kwargs)
+        if trial is not None:
+            trial.untried = False
+        if waits:
+            self._give_up(str(waits[0]))
+        elif (now := fingerprint.tensors()) != tensors:
+            name = next(n for n in now if now[n] != tensors.get(n))
+            self._give_up(
+                f"the step replaces the tensor {name}; a replay would not see the new one: write into it"
             )
-        if self.captures:
-            self._host.say(f"{self.name} is captured anew: {changed}")
-        # modules or parameters may be others now: what is watched is found again
-        host = self._host
-        self._fingerprint = Fingerprint(self.function, host.modules(), host.optimizers(), skip=[host])
-        self._states.append(self._fingerprint.take())
-        self._state = len(self._states) - 1
-        return self._state
+        elif (after := fingerprint.take()) != values:
+            changed = fingerprint.difference(values, after)
+            self._give_up(
+                f"the step changes {changed}; a replay would not repeat that: do it outside the step"
+            )
+        return result
 
-    def _new_entry(self, key: Any, leaves: list[Any]) -> _Entry:
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor | bool | int | float | str | bytes | type(None)):
-                self._host.say(
-                    f"{self.name}: an argument of type {type(leaf).__name__} is frozen by identity"
-                )
-        self._entries[key] = _Entry()
-        if len(self._entries) > _MOST_GRAPHS:
-            self._entries.popitem(last=False)
-        return self._entries[key]
+    def _record(self, recorder: Recorder, entry: Entry, leaves: list[Any], spec: Any) -> bool:
+        """Record the step for this shape; False if it cannot be, and then it runs eagerly."""
+        fingerprint = self._frozen.fingerprint
+        # clones keep strides; the recording reads from them for ever
+        entry.inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        statics = iter(entry.inputs)
+        args, kwargs = self._arguments(
+            [next(statics) if isinstance(x, torch.Tensor) else x for x in leaves], spec
+        )
+        entry.parameters = parameters = fingerprint.parameters
+        entry.before = before = self._host.hold_gradients(parameters)
+
+        def work() -> Any:
+            result = self.function(*args, **kwargs)
+            _settle_gradients(parameters, before)
+            return result
+
+        try:
+            with self._forwards(), self._host.recording() as effects:
+                entry.recording, result = recorder.record(work, fingerprint.generators)
+        except (RuntimeError, AssertionError) as error:
+            for p, gradient in zip(parameters, before, strict=True):
+                p.grad = gradient
+            if isinstance(error, torch.OutOfMemoryError):
+                self._usual.clear()
+                assert self._recordings is not None
+                if self._recordings.make_room(entry, first_line(error)):
+                    return self._record(recorder, entry, leaves, spec)
+            elif self._choice is not None and entry.compiled:
+                self._choice.refuse(f"{self.name} is recorded with eager kernels: {cause_of(error)}")
+            else:
+                self._give_up(cause_of(error))
+            return False
+        entry.effects = effects
+        entry.outputs, entry.spec = tree_flatten(result)
+        entry.single = isinstance(result, torch.Tensor)
+        entry.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
+        after = [p.grad for p in parameters]
+        if any(g is not None for g in after) or any(g is not None for g in before):
+            entry.gradients = after
+        self.captures += 1
+        return True
 
     # -------------------------------------------------------------------------------------------- running
+
+    def _arguments(self, leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the function; a mask of what is padded comes last among the leaves."""
+        args, kwargs = tree_unflatten(leaves[: spec.num_leaves], spec)
+        if len(leaves) > spec.num_leaves and self._padding is not None:
+            kwargs = {**kwargs, str(self._padding.buckets.mask): leaves[-1]}
+        return args, kwargs
 
     @contextmanager
     def _forwards(self) -> Iterator[None]:
         """Prepared modules' forwards compiled while it is open, if the mode says so."""
-        if self.mode not in ("compile", "full"):
+        if not self.compiles:
             yield
             return
         modules = self._host.modules()
@@ -240,102 +444,31 @@ class CapturedStep:
                 module._compiled_call_impl = compiled
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
+        padding = self._padding
+        if padding is not None and padding.buckets.mask is not None and padding.buckets.mask not in kwargs:
+            leaves, spec = tree_flatten((args, kwargs))
+            if (length := padding.length_of(leaves)) is not None:
+                args, kwargs = self._arguments(padding.pad(leaves, length, length), spec)
+        if self._host.eager:
+            return self.function(*args, **kwargs)
         with self._forwards():
             return self.function(*args, **kwargs)
 
-    def _warm(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
-        """An eager step on the recording stream; the one before recording is watched for waits."""
-        assert self._recorder is not None
-        assert self._fingerprint is not None
-        values, tensors = self._fingerprint.take(), self._fingerprint.tensors()
-        last = entry.warm >= (_WARM_CALLS if self.captures == 0 else 1)
-        watch: AbstractContextManager[Any] = record_syncs(self._host.device) if last else nullcontext([])
-        with self._forwards(), watch as waits:
-            result = self._recorder.warm(lambda: self.function(*args, **kwargs))
-        if waits:
-            self._give_up(str(waits[0]))
-        elif (now := self._fingerprint.tensors()) != tensors:
-            name = next(n for n in now if now[n] != tensors.get(n))
-            self._give_up(
-                f"the step replaces the tensor {name}; a replay would not see the new one: write into it"
-            )
-        elif (after := self._fingerprint.take()) != values:
-            changed = self._fingerprint.difference(values, after)
-            self._give_up(
-                f"the step changes {changed}; a replay would not repeat that: do it outside the step"
-            )
-        return result
-
-    def _record(self, entry: _Entry, leaves: list[Any], spec: Any) -> bool:
-        """Record the step for this shape; False if it cannot be, and then it runs eagerly from now on."""
-        assert self._recorder is not None
-        assert self._fingerprint is not None
-        # clones keep strides; the recording reads from them for ever
-        entry.inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        statics = iter(entry.inputs)
-        mine = [next(statics) if isinstance(x, torch.Tensor) else x for x in leaves]
-        args, kwargs = (mine, {}) if spec is None else tree_unflatten(mine, spec)
-        before = [p.grad for p in self._fingerprint.parameters]
-        try:
-            with self._forwards(), self._host.recording() as effects:
-                entry.recording, result = self._recorder.record(lambda: self.function(*args, **kwargs))
-        except (RuntimeError, AssertionError) as error:
-            for p, grad in zip(self._fingerprint.parameters, before, strict=True):
-                p.grad = grad
-            self._give_up(_cause(error))
-            return False
-        entry.effects = effects
-        entry.outputs, entry.spec = tree_flatten(result)
-        entry.single = isinstance(result, torch.Tensor)
-        entry.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
-        after = [p.grad for p in self._fingerprint.parameters]
-        if any(g is not None for g in after) or any(g is not None for g in before):
-            entry.gradients = after
-        self.captures += 1
-        return True
-
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        self._recorder = None
-        self._entries.clear()
+        self._recorder = self._recordings = None
+        self._usual.clear()
         self._host.say(f"{self.name} runs eagerly, not as one launch: {reason}")
 
 
-def host_names(function: Callable[..., Any], host: StepHost) -> frozenset[str]:
-    """Names by which `function` knows objects of hotloop, whose methods a recording understands."""
-    function = getattr(function, "__func__", function)
-    scope = dict(getattr(function, "__globals__", {}))
-    code = getattr(function, "__code__", None)
-    for name, cell in zip(
-        code.co_freevars if code else (), getattr(function, "__closure__", None) or (), strict=True
-    ):
-        try:
-            scope[name] = cell.cell_contents
-        except ValueError:
-            continue
-    ours = {name for name, value in scope.items() if type(value).__module__.split(".")[0] == "hotloop"}
-    return frozenset(
-        ours | {name for name, value in scope.items() if isinstance(value, torch.optim.Optimizer)}
-    )
-
-
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    return leaf if isinstance(leaf, bool | int | float | str | bytes | type(None)) else id(leaf)
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, and what was said there."""
-    import traceback
-
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in f.filename and "/hotloop/" not in f.filename
+def _settle_gradients(parameters: list[torch.Tensor], before: list[torch.Tensor | None]) -> None:
+    """Gradients made anew where others lay go to where those lay: the next replay looks for them there."""
+    moved = [
+        (place, p, gradient)
+        for place, p in zip(before, parameters, strict=True)
+        if place is not None and (gradient := p.grad) is not None and gradient is not place
     ]
-    text = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-    if not frames:
-        return text
-    last = frames[-1]
-    return f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno} `{last.line}`: {text}"
+    if moved:
+        torch._foreach_copy_([m[0] for m in moved], [m[2] for m in moved])
+        for place, p, _ in moved:
+            p.grad = place

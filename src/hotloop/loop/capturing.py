@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LoopHost"]
 
+# The first calls are real steps, run eagerly: lazy state of optimizers, libraries and autograd is made in them.
+_WARM_CALLS = 3
+
 
 class LoopHost:
     """Gives captured steps the loop's modules, optimizers and state, and keeps its host side straight.
@@ -27,6 +31,8 @@ class LoopHost:
     Attributes:
         device: where steps run.
         eager: captured steps run as plain Python while it is True.
+        warm_calls: real steps run eagerly before the first recording.
+        remaining: gives how many updates are still to come, None if that is not known.
     """
 
     def __init__(
@@ -36,18 +42,21 @@ class LoopHost:
         window: Window,
         state: HostState | ResidentState,
         session: Session,
+        remaining: Callable[[], int | None],
     ) -> None:
         self.device = device
         self._preparer = preparer
         self._window = window
         self._state = state
         self._session = session
+        self.remaining = remaining
         self._recorder: Recorder | None = None
         self._rates: list[tuple[dict[str, Any], torch.Tensor]] = []
         self._rated: list[Any] = []
         self._own_rates: dict[tuple[int, int], torch.Tensor] = {}
-        self._statics: dict[torch.Tensor, torch.Tensor] = {}
+        self._places: dict[torch.Tensor, torch.Tensor] = {}
         self.eager = False
+        self.warm_calls = _WARM_CALLS
 
     def modules(self) -> list[nn.Module]:
         """Prepared modules."""
@@ -85,13 +94,10 @@ class LoopHost:
         return window.frozen()
 
     def ready(self) -> None:
-        """Learning rates on the device, gradients of accumulation windows in place."""
-        updates = self._preparer.updates
-        groups = [u.optimizer.param_groups for u in updates]
+        """Learning rates on the device."""
+        groups = [u.optimizer.param_groups for u in self._preparer.updates]
         # another list of groups comes with a state that was loaded
-        if len(groups) != len(self._rated) or any(
-            a is not b for a, b in zip(groups, self._rated, strict=True)
-        ):
+        if len(groups) != len(self._rated) or not all(map(operator.is_, groups, self._rated)):
             self._rate_on_device()
             self._rated = groups
         for group, rate in self._rates:
@@ -100,8 +106,6 @@ class LoopHost:
                 # set by hand: the recording reads the tensor
                 rate.fill_(lr)
                 group["lr"] = rate
-        if not self._window.plain:
-            self._place_gradients()
 
     def _rate_on_device(self) -> None:
         self._rates.clear()
@@ -120,22 +124,45 @@ class LoopHost:
                 if rate is not None and group["lr"] is rate:
                     self._rates.append((group, rate))
 
-    def _place_gradients(self) -> None:
-        """In a window gradients stay in one place: each micro-batch's recording adds to the same memory."""
-        for updates in self._preparer.updates:
-            for p in updates.parameters():
-                if not p.requires_grad:
-                    continue
-                static = self._statics.get(p)
-                if static is None:
-                    dtype = getattr(p, "grad_dtype", None) or p.dtype
-                    static = self._statics[p] = torch.zeros_like(p, dtype=dtype)
-                if p.grad is not static:
-                    if p.grad is None:
-                        static.zero_()
-                    else:
-                        static.copy_(p.grad)
-                    p.grad = static
+    def hold_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Let gradients that wait in `parameters` lie where all recordings look for them; returns them.
+
+        A window's first recording makes them, and each later one adds to the same memory.
+        """
+        held: list[torch.Tensor | None] = []
+        for p in parameters:
+            gradient = p.grad
+            if gradient is not None:
+                place = self._places.setdefault(p, gradient)
+                if place is not gradient and place.shape == gradient.shape and place.dtype == gradient.dtype:
+                    place.copy_(gradient)
+                    p.grad = gradient = place
+                self._places[p] = gradient
+            held.append(gradient)
+        return held
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a step writes and no module holds: of optimizers, schedules, verdicts and the loss scale."""
+        found: dict[str, torch.Tensor] = {}
+        for i, updates in enumerate(self._preparer.updates):
+            for j, state in enumerate(updates.optimizer.state.values()):
+                found |= {
+                    f"{name} of parameter {j} in optimizer {i}": value
+                    for name, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                }
+        things: list[Any] = [self._state, *self._preparer.updates, *self._preparer.schedules.values()]
+        for i, thing in enumerate(things):
+            found |= {f"{name} of {type(thing).__name__} {i}": t for name, t in _own_tensors(thing, 2)}
+        return found
+
+    def generators(self) -> list[torch.Generator]:
+        """The default generators of the device and of the CPU."""
+        found = [torch.default_generator]
+        if self.device.type == "cuda":
+            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+            found.append(torch.cuda.default_generators[index])
+        return found
 
     @contextmanager
     def recording(self) -> Iterator[list[Callable[[], None]]]:
@@ -156,3 +183,13 @@ class LoopHost:
             self._window.put_marks(window_before)
             for updates, marks in zip(resident, before, strict=True):
                 updates.put_host_marks(marks)
+
+
+def _own_tensors(thing: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the attributes of an object of hotloop's state, and of those it holds."""
+    for name, value in vars(thing).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif depth > 1 and type(value).__module__.startswith("hotloop.state.") and hasattr(value, "__dict__"):
+            for inner, tensor in _own_tensors(value, depth - 1):
+                yield f"{name}.{inner}", tensor

@@ -49,6 +49,7 @@ class Course:
         self._first_epoch = 0
         self._at_start: tuple[int, list[tuple[int, int]]] | None = None
         self._active = False
+        self._goal: int | None = None
         self._window = window
         self._resident = state if isinstance(state, ResidentState) else None
         self._processes = processes
@@ -90,6 +91,7 @@ class Course:
         """See `Loop.steps`."""
         with self._under_way():
             self._session.progress.set_totals(n, None)
+            self._goal = n
             idle = 0
             while self._updates() + idle < n:
                 before = (self._updates(), self._pending())
@@ -97,6 +99,10 @@ class Course:
                 idle += before == (self._updates(), self._pending())
                 self._honour_signal()
             self._faults.settle()
+
+    def remaining(self) -> int | None:
+        """Updates still to come in the `epochs` or `steps` under way; None if that is not known."""
+        return None if self._goal is None or not self._active else max(self._goal - self._updates(), 0)
 
     def _under_way(self) -> _UnderWay:
         return _UnderWay(self)
@@ -114,7 +120,8 @@ class Course:
                 per_epoch = -(-len(self._loaders[0]) // self._window.every)
             except TypeError:
                 per_epoch = None
-        self._session.progress.set_totals(None if per_epoch is None else round(per_epoch * epochs), epochs)
+        self._goal = None if per_epoch is None else round(per_epoch * epochs)
+        self._session.progress.set_totals(self._goal, epochs)
 
     def between_batches(self, loader: Any) -> None:
         """`loader` is asked for its next batch: all that belongs to the batches before is done."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +36,9 @@ from hotloop.precision import Precision, autocast_context, find_precision
 from hotloop.seeds import seed_everything
 from hotloop.settings import SETTINGS, find_settings
 from hotloop.state import HostState, LossScale, ResidentState
+
+if TYPE_CHECKING:
+    from hotloop.capture import Buckets
 
 __all__ = ["Loop", "find_mode", "make_state"]
 
@@ -183,7 +187,14 @@ class Loop:
         )
         self._faults.preparer = lambda: self._preparer
         self._updates = self._preparer.updates
-        self._host = LoopHost(self.device, self._preparer, self._window, self._state, self._session)
+        self._host = LoopHost(
+            self.device,
+            self._preparer,
+            self._window,
+            self._state,
+            self._session,
+            self._course.remaining,
+        )
         self._scalars: dict[str, torch.Tensor] = {}
         self._saver = Saver(
             self._preparer.registry,
@@ -336,7 +347,14 @@ class Loop:
         return autocast_context(self.device, self.precision.autocast)
 
     def capture(
-        self, function: Callable[..., Any] | None = None, *, mode: str | None = None, outputs: str = "clone"
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        mode: str | None = None,
+        outputs: str = "clone",
+        buckets: Buckets | None = None,
+        pool_bytes: int | None = None,
+        check_every: int | None = None,
     ) -> Any:
         """A step as one launch: any function of tensors; with a backward inside it is a training step.
 
@@ -349,6 +367,10 @@ class Loop:
             function: the step; without it, a decorator is returned.
             mode: as `Loop(capture=)`, for this step alone.
             outputs: "clone" gives each call its own results; "static" the same tensors, valid until the next call.
+            buckets: pad batches of variable length to few lengths, a recording each; None records each shape.
+            pool_bytes: the most device memory that recordings may hold; those used least recently are given up.
+            check_every: run every so many-th replay beside the plain step, from the same state, and compare; it waits
+                for the device. None never does.
 
         >>> import torch
         >>> loop = Loop(record=False, device="cpu")
@@ -366,11 +388,21 @@ class Loop:
             self._say(f'capture="{wanted}": {self.device} records no graphs, so it is "{chosen}" here')
         if outputs not in ("clone", "static"):
             raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
+        for name, number in (("pool_bytes", pool_bytes), ("check_every", check_every)):
+            if number is not None and number < 1:
+                raise SettingError(f"capture({name}={number}): it has to be at least 1, or None")
         from hotloop.capture import CapturedStep
 
-        if function is None:
-            return lambda f: CapturedStep(f, self._host, chosen, outputs)
-        return CapturedStep(function, self._host, chosen, outputs)
+        make = functools.partial(
+            CapturedStep,
+            host=self._host,
+            mode=chosen,
+            outputs=outputs,
+            buckets=buckets,
+            pool_bytes=pool_bytes,
+            check_every=check_every,
+        )
+        return make if function is None else make(function)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -604,7 +636,7 @@ def make_state(device: torch.device, nonfinite: str, *, scaled: bool) -> HostSta
 def find_mode(chosen: str, device: torch.device) -> str:
     """The capture mode for `device`: no graphs on a CPU, so compiled forwards are what is left of "full"."""
     if chosen == "auto":
-        return "graph" if device.type == "cuda" else "off"
+        return "auto" if device.type == "cuda" else "off"
     if device.type == "cpu":
         return {"graph": "off", "full": "compile"}.get(chosen, chosen)
     return chosen

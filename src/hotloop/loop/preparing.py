@@ -66,7 +66,7 @@ class Preparer:
         self.replicated: list[Binding] = []
         self.float8: list[Float8Layers] = []
         self.expected_feed = -1
-        self._schedules: dict[int, HostSchedule | ResidentSchedule] = {}
+        self.schedules: dict[int, HostSchedule | ResidentSchedule] = {}
         self._device = device
         self._processes = processes
         self._precision = precision
@@ -209,7 +209,7 @@ class Preparer:
             )
 
     def _scheduler(self, scheduler: Any) -> Any:
-        if id(scheduler) not in self._schedules:
+        if id(scheduler) not in self.schedules:
             self.registry.schedulers.append(scheduler)
             self._bind_schedulers(getattr(scheduler, "optimizer", None))
         return scheduler
@@ -219,7 +219,7 @@ class Preparer:
         updates = updates_of(optimizer)
         mine = [s for s in self.registry.schedulers if getattr(s, "optimizer", None) is optimizer]
         for scheduler in mine:
-            self._schedules[id(scheduler)] = bind_scheduler(
+            self.schedules[id(scheduler)] = bind_scheduler(
                 scheduler, updates, self._window, alone=len(mine) == 1
             )
         if len(mine) > 1 and isinstance(updates, ResidentUpdates):

@@ -406,7 +406,7 @@ class ResidentUpdates(Updates):
         return self._masked(self.verdict.refuse) if self._masked is not None else self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `Updates.zero_grad`; under capture, gradients of a window are cleared in place."""
+        """See `Updates.zero_grad`; under capture it is recorded, or done after each replay."""
         tape = self.state.tape
         if tape is None:
             if self.window.plain:
@@ -416,7 +416,7 @@ class ResidentUpdates(Updates):
         elif not self.recordable():
             tape.append(lambda: self._zero(set_to_none))
         elif self.pending == 0:
-            self._zero(set_to_none and self.window.plain)
+            self._zero(set_to_none)
 
     def recordable(self) -> bool:
         """Whether the step can be recorded: state and learning rate are on the device, nothing moves on the host."""

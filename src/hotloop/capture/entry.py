@@ -1,0 +1,118 @@
+"""One recording of a step: for one shape of its arguments, in one state of everything frozen."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hotloop.capture.graphs import Recording
+
+__all__ = ["Entry", "describe"]
+
+_GRADIENT = operator.attrgetter("grad")
+
+
+class Entry:
+    """A recording and what belongs to it.
+
+    Attributes:
+        key: what it is for.
+        compiled: forwards are compiled in it.
+        warm: real steps run eagerly before it was recorded.
+        used: when it was used last, as a number that grows.
+        recording: None until it is recorded.
+        inputs: tensors that the recording reads.
+        outputs: leaves of what the step returned; tensors among them are written by each replay.
+        spec: the structure of `outputs`; `single`: it is one tensor.
+        effects: what the host does after each replay.
+        parameters: those that may have gradients.
+        before: for each, the gradient that a replay adds to; None where it makes it anew.
+        gradients: for each, the gradient after a replay; None if the step leaves and finds none at all.
+        refused: why it runs eagerly though others are recorded; None if it does not.
+    """
+
+    def __init__(self, key: Any, *, compiled: bool = False) -> None:
+        self.key = key
+        self.compiled = compiled
+        self.warm = 0
+        self.used = 0
+        self.refused: str | None = None
+        self._guard: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Give up the recording; the entry is recorded anew when it is used next."""
+        self.recording: Recording | None = None
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
+        self.spec: Any = None
+        self.single = False
+        self.effects: list[Callable[[], None]] = []
+        self.parameters: list[torch.Tensor] = []
+        self.before: list[torch.Tensor | None] = []
+        self.gradients: list[torch.Tensor | None] | None = None
+
+    def expect(self, arguments: Sequence[torch.Tensor]) -> None:
+        """From now on `takes` says whether arguments are like these."""
+        if self._guard is not None:
+            return
+        try:
+            from torch._C._dynamo.guards import TensorGuards
+
+            guard = TensorGuards(*arguments, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guard = guard if guard.check(*arguments) else None
+        except (ImportError, TypeError, RuntimeError):
+            # torch's own check in C is private to it: without it every call goes the general way
+            self._guard = None
+
+    def takes(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether `arguments` are tensors like those expected: shape, stride, dtype, device, in one call."""
+        if self._guard is None:
+            return False
+        try:
+            return bool(self._guard.check(*arguments))
+        except TypeError:
+            return False
+
+    def copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put `tensors` where the recording reads; those that lie there already stay."""
+        if tensors and not all(map(operator.is_, tensors, self.inputs)):
+            torch._foreach_copy_(self.inputs, list(tensors), non_blocking=True)
+
+    def bring_gradients(self) -> bool:
+        """Gradients that wait lie where the recording adds to them; False if it does not expect one of them."""
+        if all(map(operator.is_, map(_GRADIENT, self.parameters), self.before)):
+            return True
+        pairs = [
+            (p, place) for p, place in zip(self.parameters, self.before, strict=True) if p.grad is not place
+        ]
+        if any(place is None for _, place in pairs):
+            return False
+        moved = [(place, p.grad) for p, place in pairs if p.grad is not None and place is not None]
+        for p, place in pairs:
+            if p.grad is None and place is not None:
+                place.zero_()
+            p.grad = place
+        if moved:
+            torch._foreach_copy_([m[0] for m in moved], [m[1] for m in moved])
+        return True
+
+    def place_gradients(self) -> None:
+        """Let each parameter's gradient be the tensor that the last replay wrote."""
+        gradients = self.gradients
+        if gradients is None or all(map(operator.is_, map(_GRADIENT, self.parameters), gradients)):
+            return
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            if p.grad is not gradient:
+                p.grad = gradient
+
+
+def describe(leaf: Any) -> Any:
+    """What of an argument a recording is for: a tensor's shape, stride, dtype and device; anything else itself."""
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    # 1, 1.0 and True are equal, and not the same to an operation
+    return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | bytes | type(None)) else id(leaf)

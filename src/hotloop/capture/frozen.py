@@ -1,0 +1,92 @@
+"""The states that everything a step freezes was in so far: which of them is it in now?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from hotloop.capture.fingerprint import Fingerprint
+from hotloop.errors import CaptureError
+
+__all__ = ["Frozen"]
+
+# A value that changes in so many calls running would have the step recorded anew for ever.
+_CHANGES_IN_A_ROW = 4
+
+
+class Frozen:
+    """Numbers the states of `function`'s fingerprint.
+
+    Args:
+        function: the step.
+        name: what it is called in lines.
+        modules, optimizers: give the prepared ones.
+        skip: objects that are not looked into.
+
+    Attributes:
+        fingerprint: what is watched now; made at the first look.
+        state: the number of the state found last.
+        changed: what the last state that was new differed in, until it is taken.
+    """
+
+    fingerprint: Fingerprint
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        modules: Callable[[], Iterable[nn.Module]],
+        optimizers: Callable[[], Iterable[Any]],
+        skip: Iterable[Any],
+    ) -> None:
+        self._look: Callable[[], Fingerprint] = lambda: Fingerprint(function, modules(), optimizers(), skip)
+        self._name = name
+        self._known: list[list[Any]] = []
+        self._changes: dict[str, int] = {}
+        self.state = -1
+        self.changed: str | None = None
+
+    def look(self) -> int:
+        """The number of the state that everything is in; a new one means recording anew.
+
+        Raises:
+            CaptureError: some value was another one in each of the last calls.
+        """
+        if self.state < 0:
+            self.fingerprint = self._look()
+            return self._add()
+        if self.fingerprint.unchanged():
+            self._changes.clear()
+            return self.state
+        values = self.fingerprint.take()
+        if values == self._known[self.state]:
+            self.fingerprint.remember()
+            self._changes.clear()
+            return self.state
+        return self._find(values)
+
+    def _find(self, values: list[Any]) -> int:
+        changed = self.fingerprint.difference(self._known[self.state], values)
+        for number, known in enumerate(self._known):
+            if known == values:
+                self.fingerprint.remember()
+                self.state = number
+                return number
+        name = changed.split(":")[0]
+        self._changes[name] = self._changes.get(name, 0) + 1
+        if self._changes[name] >= _CHANGES_IN_A_ROW:
+            raise CaptureError(
+                f"{self._name}: {changed} changed in each of the last {_CHANGES_IN_A_ROW} calls; a captured step "
+                "freezes Python values. Pass it as a tensor argument, or keep it in `loop.scalar(name)`"
+            )
+        self.changed = changed
+        # modules or parameters may be others now: what is watched is found again
+        self.fingerprint = self._look()
+        return self._add()
+
+    def _add(self) -> int:
+        self._known.append(self.fingerprint.take())
+        self.state = len(self._known) - 1
+        return self.state

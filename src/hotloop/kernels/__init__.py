@@ -7,6 +7,8 @@ from hotloop.deferred import deferred
 if TYPE_CHECKING:
     from hotloop.kernels.adamw import adamw_eager, adamw_runs_on, fused_adamw
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
+    from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
+    from hotloop.kernels.layer_norm import layer_norm, layer_norm_eager
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
     from hotloop.kernels.tables import Tables
 
@@ -14,10 +16,14 @@ __all__ = [
     "Tables",
     "adamw_eager",
     "adamw_runs_on",
+    "bias_gelu",
+    "bias_gelu_eager",
     "clip_norm",
     "clip_norm_eager",
     "cross_entropy_eager",
     "fused_adamw",
+    "layer_norm",
+    "layer_norm_eager",
     "linear_cross_entropy",
     "scale_all",
 ]
@@ -28,10 +34,14 @@ __getattr__ = deferred(
         "Tables": "hotloop.kernels.tables",
         "adamw_eager": "hotloop.kernels.adamw",
         "adamw_runs_on": "hotloop.kernels.adamw",
+        "bias_gelu": "hotloop.kernels.gelu",
+        "bias_gelu_eager": "hotloop.kernels.gelu",
         "clip_norm": "hotloop.kernels.norms",
         "clip_norm_eager": "hotloop.kernels.norms",
         "cross_entropy_eager": "hotloop.kernels.cross_entropy",
         "fused_adamw": "hotloop.kernels.adamw",
+        "layer_norm": "hotloop.kernels.layer_norm",
+        "layer_norm_eager": "hotloop.kernels.layer_norm",
         "linear_cross_entropy": "hotloop.kernels.cross_entropy",
         "scale_all": "hotloop.kernels.norms",
     },

@@ -6,7 +6,8 @@ Regularization"; Reddi et al. (2018), "On the Convergence of Adam and Beyond" (`
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from hotloop.optim.resident import (
     to_dtype,
 )
 
+if TYPE_CHECKING:
+    from hotloop.kernels import Tables
+
 __all__ = ["Adam", "AdamW", "adam_state_names", "update_adam"]
 
 
@@ -28,7 +32,7 @@ class Adam(ResidentOptimizer):
     """Adam with L2 penalty, as `torch.optim.Adam`.
 
     On the CPU the trajectory is that of `torch.optim.Adam` to the bit. On a CUDA device torch's fused kernel computes;
-    where betas or weight decay are scheduled on the device, multi-tensor kernels do.
+    where betas or weight decay are scheduled on the device, or masters are kept, hotloop's own does, in one launch.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -82,7 +86,7 @@ class Adam(ResidentOptimizer):
 
     def update(self, batch: Batch, group: dict[str, Any]) -> None:
         """See `ResidentOptimizer.update`."""
-        update_adam(batch, group, decoupled=self.decoupled)
+        update_adam(batch, group, decoupled=self.decoupled, tables=self.tables_of)
 
 
 class AdamW(Adam):
@@ -113,12 +117,21 @@ def adam_state_names(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
 
 
-def update_adam(batch: Batch, group: dict[str, Any], *, decoupled: bool) -> None:
-    """One Adam update of `batch` by `group`'s settings: fused, on the host's numbers, or on the device's."""
+def update_adam(
+    batch: Batch, group: dict[str, Any], *, decoupled: bool, tables: Callable[[dict[str, Any]], Tables]
+) -> None:
+    """One Adam update of `batch` by `group`'s settings.
+
+    torch's fused kernel where it can; hotloop's where masters are to be rounded in the same pass or betas and decay
+    lie on the device; elsewhere multi-tensor kernels, by numbers of the host or of the device.
+    """
     fused = group.get("fused")
     if fused is None:
         fused = batch.device.type == "cuda"
-    if fused and not is_tensor(*group["betas"], group["weight_decay"]):
+    on_device = is_tensor(*group["betas"], group["weight_decay"])
+    if fused and (on_device or batch.has_masters) and _kernel_takes(batch, group):
+        _update_by_kernel(batch, group, decoupled, tables(group))
+    elif fused and not on_device:
         _update_fused(batch, group, decoupled)
     elif batch.on_host:
         _update_on_host(batch, group, decoupled)
@@ -126,8 +139,56 @@ def update_adam(batch: Batch, group: dict[str, Any], *, decoupled: bool) -> None
         _update_on_device(batch, group, decoupled)
 
 
-def _update_fused(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
+def _kernel_takes(batch: Batch, group: dict[str, Any]) -> bool:
+    """Whether hotloop's kernel runs there and knows tensors such as these."""
+    kind = batch.gradients[0].dtype
+    return (
+        not group.get("amsgrad")
+        and batch.dtype == torch.float32
+        and all(g.dtype == kind for g in batch.gradients)
+        and all(g.stride() == w.stride() for g, w in zip(batch.gradients, batch.weights, strict=True))
+        and _runs_on(batch.device)
+    )
+
+
+def _runs_on(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from hotloop.kernels import adamw_runs_on
+
+    return adamw_runs_on(device)
+
+
+def _update_by_kernel(batch: Batch, group: dict[str, Any], decoupled: bool, tables: Tables) -> None:
+    from hotloop.kernels import fused_adamw
+
     assert batch.step is not None
+    coefficient = None if batch.scale is None else batch.scale.reciprocal()
+    if group.get("maximize"):
+        coefficient = batch.step.new_full((), -1.0) if coefficient is None else -coefficient
+    beta1, beta2 = group["betas"]
+    fused_adamw(
+        batch.weights,
+        batch.gradients,
+        batch.state["exp_avg"],
+        batch.state["exp_avg_sq"],
+        [batch.step] * len(batch.weights),
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        coefficient=coefficient,
+        skip=batch.refuse,
+        shadows=batch.parameters if batch.has_masters else None,
+        decoupled=decoupled,
+        tables=tables,
+    )
+    batch.rounded = True
+
+
+def _update_fused(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
+    step = batch.advance()
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     beta1, beta2 = group["betas"]
     lr = group["lr"]
@@ -139,7 +200,7 @@ def _update_fused(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
         batch.state["exp_avg"],
         batch.state["exp_avg_sq"],
         batch.state.get("max_exp_avg_sq", []),
-        [batch.step] * len(batch.weights),
+        [step] * len(batch.weights),
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -154,10 +215,9 @@ def _update_fused(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
 
 def _update_on_host(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
     """The operations of torch's own Adam in its order, each over all tensors at once."""
-    assert batch.step is not None
     lr, decay = as_number(group["lr"]), as_number(group["weight_decay"])
     beta1, beta2 = map(as_number, group["betas"])
-    count = batch.step.item()
+    count = batch.advance().item()
     weights, means, squares = batch.weights, batch.state["exp_avg"], batch.state["exp_avg_sq"]
     gradients = batch.true_gradients(maximize=group.get("maximize", False))
     if decay != 0.0:
@@ -176,6 +236,7 @@ def _update_on_host(batch: Batch, group: dict[str, Any], decoupled: bool) -> Non
 
 def _update_on_device(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
     """The same formula with every coefficient a 0-d tensor; refused, each multiplies by 1 or adds 0."""
+    batch.advance()
     lr, decay = group["lr"], group["weight_decay"]
     beta1, beta2 = group["betas"]
     count, dtype = batch.count(), batch.dtype

@@ -63,7 +63,7 @@ def split_matrices(
 ) -> list[dict[str, Any]]:
     """Param groups for `Muon`: hidden matrices and convolution kernels by Muon, all else by AdamW.
 
-    AdamW gets parameters of fewer than two dimensions, norms, embeddings (and what shares their weight), the output
+    AdamW gets vectors, norms, embeddings (and what shares their weight), the output
     layer, and what `adamw` names: these are no maps from one hidden space to another.
 
     Args:
@@ -91,7 +91,9 @@ def split_matrices(
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     for parameter, owners in _owners(model):
-        if parameter.dim() < 2 or any(_is_norm(m) or isinstance(m, _EMBEDDINGS) for m in owners):
+        # [1, n] is a row, such as a position table with a leading batch of one
+        vector = parameter.dim() < 2 or len(parameter) < 2 or parameter[0].numel() < 2
+        if vector or any(_is_norm(m) or isinstance(m, _EMBEDDINGS) for m in owners):
             spared.append(parameter)
         elif id(parameter) in chosen:
             decayed.append(parameter)

@@ -75,7 +75,11 @@ class MasterPairs:
         if self._low:
             with torch.no_grad():
                 torch._foreach_copy_(self._low, self._high)
-            self._versions = list(map(_VERSION, self._low))
+            self.note_written()
+
+    def note_written(self) -> None:
+        """The parameters are their masters rounded now."""
+        self._versions = list(map(_VERSION, self._low))
 
 
 def new_master(parameter: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Muon(ResidentOptimizer):
     def update(self, batch: Batch, group: dict[str, Any]) -> None:
         """See `ResidentOptimizer.update`."""
         if not group["use_muon"]:
-            update_adam(batch, group, decoupled=True)
+            update_adam(batch, group, decoupled=True, tables=self.tables_of)
             return
         lr, decay = group["lr"], group["weight_decay"]
         directions = _directions(batch, group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 
 from hotloop.errors import OptimizerError
 from hotloop.optim.masters import MasterPairs, is_sixteen_bit, keep_precision, new_master
+
+if TYPE_CHECKING:
+    from hotloop.kernels import Tables
 
 __all__ = ["Batch", "Number", "ResidentOptimizer", "as_number", "check_settings", "is_tensor", "to_dtype"]
 
@@ -38,6 +41,7 @@ class Batch:
         weights: what is updated: the fp32 masters of 16-bit parameters, or the parameters themselves.
         gradients: as autograd left them.
         state: optimizer state by name, in the same order.
+        rounded: the update has written the 16-bit parameters too.
     """
 
     step: Tensor | None
@@ -47,6 +51,12 @@ class Batch:
     weights: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
+    rounded: bool = False
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the weights are masters, to be rounded into the parameters."""
+        return self.weights[0] is not self.parameters[0]
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +80,14 @@ class Batch:
         refuse = _widen(self.refuse)
         kept = value * (1.0 - refuse)
         return kept if idle == 0.0 else kept + idle * refuse
+
+    def advance(self) -> Tensor:
+        """Count this update unless it is refused; returns the counter."""
+        assert self.step is not None
+        self.step.add_(1.0)
+        if self.refuse is not None:
+            self.step.sub_(self.refuse)
+        return self.step
 
     def count(self) -> Tensor:
         """Number of this update from 1, 0-d, as wide as the device has it: float32 loses 1 - 0.999."""
@@ -131,6 +149,7 @@ class ResidentOptimizer(Optimizer):
 
     def _mark(self) -> None:
         self._step_supports_amp_scaling = True
+        self._tables: dict[int, Tables] = {}
         self._hotloop_masters = MasterPairs()
         for p, state in self.state.items():
             if "master" in state:
@@ -141,8 +160,17 @@ class ResidentOptimizer(Optimizer):
         raise NotImplementedError
 
     def update(self, batch: Batch, group: dict[str, Any]) -> None:
-        """Update the weights of `batch` in place by `group`'s settings; its step is counted already."""
+        """Update the weights of `batch` in place by `group`'s settings, and count its step."""
         raise NotImplementedError
+
+    def tables_of(self, group: dict[str, Any]) -> Tables:
+        """Where kernels over many tensors keep the addresses of this group's."""
+        found = self._tables.get(id(group))
+        if found is None:
+            from hotloop.kernels import Tables
+
+            found = self._tables[id(group)] = Tables()
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,12 +185,10 @@ class ResidentOptimizer(Optimizer):
         refuse, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for group in self.param_groups:
             for batch in self._batches(group, refuse, scale):
-                if batch.step is not None:
-                    batch.step.add_(1.0)
-                    if batch.refuse is not None:
-                        batch.step.sub_(batch.refuse)
                 self.update(batch, group)
-        masters.write()
+                if batch.has_masters and not batch.rounded:
+                    torch._foreach_copy_(batch.parameters, batch.weights)
+        masters.note_written()
         return loss
 
     def _batches(self, group: dict[str, Any], refuse: Tensor | None, scale: Tensor | None) -> Iterable[Batch]:
@@ -249,6 +275,17 @@ class ResidentOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------------------- saved and put back
 
+    def state_dict(self) -> dict[str, Any]:
+        """State and settings in the form of torch's optimizer of the same name, with the masters under "master"."""
+        self._hotloop_masters.refresh()
+        packed = super().state_dict()
+        # to torch every parameter's counter is its own, and it adds to each
+        state = {
+            key: {k: v.clone() if k == "step" else v for k, v in entries.items()}
+            for key, entries in packed["state"].items()
+        }
+        return {**packed, "state": state}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
@@ -260,7 +297,8 @@ class ResidentOptimizer(Optimizer):
     def _complete(self, group: dict[str, Any]) -> None:
         """Give `group` the settings that it lacks, as after loading what another version or torch saved."""
         for name, value in self.defaults.items():
-            group.setdefault(name, value)
+            if name not in _FOREIGN:
+                group.setdefault(name, value)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

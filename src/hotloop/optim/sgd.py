@@ -25,7 +25,7 @@ from hotloop.optim.resident import (
 __all__ = ["SGD"]
 
 
-_NO_DAMPENING = "hotloop.optim.SGD knows no dampening; use torch.optim.SGD for it"
+_NO_DAMPENING = "hotloop.optim.SGD has no dampening; use torch.optim.SGD for it"
 
 
 class SGD(ResidentOptimizer):

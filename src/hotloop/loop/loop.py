@@ -574,6 +574,27 @@ class Loop:
         if not self.resume(path):
             raise CheckpointError(f"{path}: there is no checkpoint here")
 
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Everything prepared is afterwards as it was before, and nothing inside is logged: see `optim.find_rate`."""
+        from hotloop.loop.trial import undone
+
+        write, self._write_row = self._write_row, lambda step, values: None
+        try:
+            with undone(
+                self._preparer.registry,
+                window=self._window,
+                state=self._state,
+                processes=self.processes,
+                device=self.device,
+                session=self._session,
+                position=self._course.position(),
+                restart=self._faults.restart,
+            ):
+                yield
+        finally:
+            self._write_row = write
+
     @property
     def record_folder(self) -> Path | None:
         """The folder of this run's record; None if there is none."""

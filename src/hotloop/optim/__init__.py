@@ -8,6 +8,8 @@ from hotloop.optim.grouping import no_decay, split_matrices
 from hotloop.optim.masters import MasterPairs, add_masters, masters_of
 from hotloop.optim.muon import Muon
 from hotloop.optim.orthogonal import orthogonalise
+from hotloop.optim.range_test import RangeTest, Sweep, judge_range
+from hotloop.optim.rate_finder import find_rate, put_rate
 from hotloop.optim.rate_scheduler import RateScheduler
 from hotloop.optim.rates import (
     Piece,
@@ -41,10 +43,12 @@ __all__ = [
     "MasterPairs",
     "Muon",
     "Piece",
+    "RangeTest",
     "Rate",
     "RateScheduler",
     "ResidentOptimizer",
     "ShadowSchedule",
+    "Sweep",
     "add_masters",
     "as_real_dense",
     "choose_route",
@@ -56,9 +60,11 @@ __all__ = [
     "draw_svg",
     "draw_text",
     "exponential",
+    "find_rate",
     "gradients_of",
     "inverse_sqrt",
     "is_metric_driven",
+    "judge_range",
     "linear",
     "masters_of",
     "no_decay",
@@ -66,6 +72,7 @@ __all__ = [
     "orthogonalise",
     "piecewise",
     "prefer_fused",
+    "put_rate",
     "split_matrices",
     "takes_device_rate",
     "total_norm",

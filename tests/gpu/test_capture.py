@@ -205,3 +205,267 @@ def test_memory_that_others_free_is_not_a_graph_s():
                 junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
                 del junk
     torch.testing.assert_close(torch.stack(losses).detach(), eager[4], rtol=0, atol=0)
+
+
+def small(loop, *, lr=0.1, width=8):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
+    return loop.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+
+
+CHANGES = {
+    "replaced parameter": lambda m, o: setattr(m[0], "bias", nn.Parameter(torch.ones(16, device="cuda"))),
+    "memory": lambda m, o: setattr(m[0].weight, "data", m[0].weight.data.clone() + 1.0),
+    "frozen": lambda m, o: m[0].weight.requires_grad_(False),
+    "hook": lambda m, o: m[0].register_forward_hook(lambda m, i, out: 2 * out),
+    "eval": lambda m, o: m.eval(),
+    "decay": lambda m, o: o.param_groups[0].update(weight_decay=0.5),
+    "load_state_dict": lambda m, o: m.load_state_dict({k: v + 1.0 for k, v in m.state_dict().items()}),
+    "assigned state": lambda m, o: m.load_state_dict(
+        {k: v + 1.0 for k, v in m.state_dict().items()}, assign=True
+    ),
+    "optimizer state": lambda m, o: o.load_state_dict(o.state_dict()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_calls_counts_in_the_very_next_one(change):
+    trails = []
+    for captured in (False, True):
+        loop = hotloop.Loop(seed=0, record=False)
+        model, optimizer = small(loop)
+
+        def step(x, loop=loop, model=model, optimizer=optimizer):
+            loss = model(x).square().mean()
+            loop.backward(loss)
+            loop.update(optimizer)
+            return loss
+
+        run = loop.capture(step, mode="graph") if captured else step
+        losses = []
+        for i in range(16):
+            if i == 8:
+                CHANGES[change](model, optimizer)
+            x = torch.full((4, 8), 1.0 + i / 16, device="cuda")
+            losses.append(run(x).detach())
+        trails.append(torch.stack(losses))
+        if captured:
+            assert run.reason is None
+            assert run.replays > 4
+    torch.testing.assert_close(trails[1], trails[0], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_made_outside_and_kept_between_calls():
+    """A step that is a backward alone: the script clears, or adds up over two calls, as it likes."""
+    trails = []
+    for captured in (False, True):
+        loop = hotloop.Loop(seed=0, record=False, nonfinite="ignore")
+        model, optimizer = small(loop)
+
+        def step(x, loop=loop, model=model):
+            loss = model(x).square().mean()
+            loop.backward(loss)
+            return loss
+
+        run = loop.capture(step, mode="graph") if captured else step
+        norms = []
+        for i in range(24):
+            run(torch.full((4, 8), 1.0 + i / 16, device="cuda"))
+            norms.append(torch.stack([p.grad.norm() for p in model.parameters()]))
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        trails.append(torch.stack(norms))
+        if captured:
+            assert run.reason is None
+            assert run.replays > 12
+    torch.testing.assert_close(trails[1], trails[0], rtol=1e-5, atol=1e-6)
+
+
+class Bag(nn.Module):
+    """Sequence model whose loss ignores padding: an embedding, a causal mean, a head."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(50, width), nn.Linear(width, 50)
+
+    def forward(self, x):
+        h = self.tokens(x).cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return self.head(h)
+
+
+def train_lengths(captured, lengths, **options):
+    torch.manual_seed(0)
+    loop = hotloop.Loop(seed=0, record=False)
+    model = Bag()
+    model, optimizer = loop.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+        loop.backward(loss)
+        loop.update(optimizer, max_norm=1.0)
+        return loss
+
+    run = loop.capture(step, mode="graph", **options) if captured else step
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for length in lengths:
+        x = torch.randint(50, (4, length), generator=generator).cuda()
+        losses.append(run(x, x.roll(-1, 1)))
+    return run, torch.stack(losses).detach()
+
+
+def test_variable_lengths_in_few_recordings_with_the_same_losses():
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(16, 200, (120,), generator=generator).tolist()
+    from hotloop.capture import Buckets
+
+    _, expected = train_lengths(False, lengths)
+    run, losses = train_lengths(True, lengths, buckets=Buckets(pad=(0, -100), most=4, after=16))
+    assert run.reason is None
+    assert run.captures <= 6
+    assert run.replays > 80
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cap_on_memory_gives_up_what_is_used_least(capsys):
+    lengths = [64, 64, 64, 64, 64, 96, 96, 96, 128, 128, 128, 64, 64, 64] * 2
+    _, expected = train_lengths(False, lengths)
+    roomy, losses = train_lengths(True, lengths)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert roomy.captures == 3
+    held = roomy._recorder.pool_bytes()
+    assert held > 0
+    tight, losses = train_lengths(True, lengths, pool_bytes=held - 1)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert tight.evictions > 0 or tight.captures == 3
+    nothing, losses = train_lengths(True, lengths, pool_bytes=1)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert nothing.evictions == 0
+    assert "MiB and pool_bytes allows 0.0 MiB" in capsys.readouterr().err
+
+
+def test_a_graph_that_does_not_fit_says_the_bytes_and_training_goes_on(capsys):
+    loop = hotloop.Loop(seed=0, record=False)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    @loop.capture(mode="graph")
+    def step(x):
+        loss = model(x).square().mean()
+        loop.backward(loss)
+        loop.update(optimizer)
+        return loss
+
+    x = torch.randn(16384, 512, device="cuda")
+    step(x)
+    torch.cuda.synchronize()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * 2**20) / total)
+    try:
+        losses = [step(x) for _ in range(5)]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.isfinite(torch.stack(losses)).all()
+    assert loop.updates == 6
+    assert step.captures == 0
+    assert "does not fit into memory" in capsys.readouterr().err
+
+
+def hidden_scale():
+    return __import__("os").environ["HIDDEN_SCALE"]
+
+
+@pytest.mark.parametrize("mode", ["graph", "full"])
+def test_replays_are_checked_against_the_plain_step(mode, monkeypatch):
+    monkeypatch.setenv("HIDDEN_SCALE", "1.0")
+    loop = hotloop.Loop(seed=0, record=False, precision="bf16", nonfinite="skip")
+    model, optimizer, loader, scheduler = build(loop, dropout=0.1)
+
+    @loop.capture(mode=mode, check_every=5)
+    def step(x, y):
+        loss = F.mse_loss(model(x), y) * float(hidden_scale())
+        loop.backward(loss)
+        loop.update(optimizer, scheduler, max_norm=1.0)
+        return loss
+
+    losses = [step(x, y) for _ in loop.epochs(3) for x, y in loader]
+    assert step.reason is None
+    assert step.checks == step.replays // 5 > 5
+    assert loop.updates == 48
+    if mode == "graph":
+        # a check leaves no trace
+        eager = train(False, settings={"precision": "bf16", "nonfinite": "skip"}, epochs=3, dropout=0.1)
+        torch.testing.assert_close(torch.stack(losses).detach(), eager[4], rtol=0, atol=0)
+    monkeypatch.setenv("HIDDEN_SCALE", "3.0")
+    for x, y in loader:
+        step(x, y)
+    assert "beside the plain step" in step.reason
+
+
+def test_generators_of_the_user_go_on_in_replays():
+    trails = []
+    for captured in (False, True):
+        loop = hotloop.Loop(seed=0, record=False)
+        generator = torch.Generator("cuda").manual_seed(7)
+
+        def step(x, generator=generator):
+            return x + torch.rand(x.shape, device="cuda", generator=generator) + torch.rand_like(x)
+
+        run = loop.capture(step, mode="graph") if captured else step
+        values = [run(torch.zeros(4, device="cuda")) for _ in range(10)]
+        generator.manual_seed(9)
+        values += [run(torch.zeros(4, device="cuda")) for _ in range(4)]
+        trails.append(torch.stack(values))
+    assert torch.equal(trails[0], trails[1])
+
+
+def test_auto_compiles_where_it_pays_and_says_so(monkeypatch, capsys):
+    from hotloop.capture import choosing
+
+    monkeypatch.setattr(choosing, "compile_seconds", lambda modules: 1e-6)
+    eager = train(False, epochs=8)
+    captured = train(True, mode="auto", epochs=8)
+    said = capsys.readouterr().err
+    assert captured[1].reason is None
+    assert "steps of" in said
+    assert "compiling the forward" in said
+    assert captured[1].captures == 2
+    torch.testing.assert_close(captured[4], eager[4], rtol=1e-3, atol=1e-4)
+    short = train(True, mode="auto", epochs=1)
+    assert short[1].captures == 1
+
+
+def test_two_optimizers_two_steps():
+    trails = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        loop = hotloop.Loop(seed=0, record=False)
+        make, judge = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        made = torch.optim.Adam(make.parameters(), lr=1e-3), torch.optim.Adam(judge.parameters(), lr=1e-3)
+        make, judge, a, b = loop.prepare(make, judge, *made)
+
+        def gan(noise, real, loop=loop, make=make, judge=judge, a=a, b=b):
+            b.zero_grad()
+            fake = make(noise)
+            worse = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(real)).mean()
+            loop.backward(worse)
+            b.step()
+            a.zero_grad()
+            better = F.softplus(-judge(fake)).mean()
+            loop.backward(better)
+            a.step()
+            return worse, better
+
+        run = loop.capture(gan, mode="graph") if captured else gan
+        generator = torch.Generator("cuda").manual_seed(1)
+        rows = []
+        for _ in range(20):
+            noise = torch.randn(32, 4, device="cuda", generator=generator)
+            real = torch.randn(32, 8, device="cuda", generator=generator)
+            rows.append(torch.stack(run(noise, real)).detach())
+        trails.append(torch.stack(rows))
+        if captured:
+            assert run.reason is None
+            assert run.replays > 12
+    torch.testing.assert_close(trails[1], trails[0], rtol=1e-4, atol=1e-5)

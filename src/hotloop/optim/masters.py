@@ -104,34 +104,37 @@ def keep_precision(
                 optimizer.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
 
 
-class _AddedMasters:
+class _AddedMasters(MasterPairs):
     """Masters beside an optimizer that knows nothing of them: its step sees them in the parameters' place."""
 
-    def __init__(self, optimizer: Optimizer, values: Mapping[Tensor, Tensor]) -> None:
-        self.pairs = MasterPairs()
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
         self._places: list[tuple[list[Tensor], int, Tensor]] = []
         self._loading: dict[str, Any] | None = None
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if is_sixteen_bit(p):
-                    given = values.get(p)
-                    self.pairs.add(p, new_master(p if given is None else given))
-        for p, state in optimizer.state.items():
-            if isinstance(p, Tensor) and self.pairs.get(p) is not None:
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-                        state[name] = value.float()
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._note)
         optimizer.register_load_state_dict_post_hook(self._load)
 
+    def cover(self, optimizer: Optimizer, values: Mapping[Tensor, Tensor]) -> None:
+        """Give a master to each 16-bit parameter that has none; state that it has already becomes float32."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if not is_sixteen_bit(p) or self.get(p) is not None:
+                    continue
+                given = values.get(p)
+                self.add(p, new_master(p if given is None else given))
+                state = optimizer.state.get(p, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                        state[name] = value.float()
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._places:
             # the step before raised
             self._put_back(optimizer)
-        self.pairs.refresh()
+        self.refresh()
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         self._put_in(optimizer)
         if closure is None:
@@ -139,7 +142,7 @@ class _AddedMasters:
 
         def evaluate() -> Any:
             # the model computes with its own parameters
-            self.pairs.write()
+            self.write()
             self._put_back(optimizer)
             try:
                 return closure()
@@ -150,13 +153,13 @@ class _AddedMasters:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._put_back(optimizer)
-        self.pairs.write()
+        self.write()
 
     def _put_in(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             listed = group["params"]
             for i, p in enumerate(listed):
-                master = self.pairs.get(p)
+                master = self.get(p)
                 if master is None:
                     continue
                 master.grad = None if p.grad is None else p.grad.to(master.dtype)
@@ -175,12 +178,12 @@ class _AddedMasters:
         self._places = []
 
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self.pairs.refresh()
+        self.refresh()
         state = dict(state_dict["state"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for number, p in zip(numbers, parameters, strict=True):
-            master = self.pairs.get(p)
+            master = self.get(p)
             if master is not None:
                 state[number] = {**state.get(number, {}), "master": master}
         return {**state_dict, "state": state}
@@ -197,12 +200,12 @@ class _AddedMasters:
     def _load(self, optimizer: Optimizer) -> None:
         saved, self._loading = self._loading, None
         assert saved is not None
-        keep_precision(optimizer, saved, self.pairs, skip=("step", "master"))
+        keep_precision(optimizer, saved, self, skip=("step", "master"))
         numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         with torch.no_grad():
             for number, p in zip(numbers, parameters, strict=True):
-                master, value = self.pairs.get(p), saved["state"].get(number, {}).get("master")
+                master, value = self.get(p), saved["state"].get(number, {}).get("master")
                 if master is not None and value is not None:
                     master.copy_(value)
 
@@ -211,7 +214,7 @@ def add_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None = None) -
     """Let any optimizer keep float32 masters of its 16-bit parameters; returns the same optimizer.
 
     Its state is float32 too. The parameter is rewritten, rounded, at each step; `state_dict` carries the masters under
-    "master". Call it once, when the parameters have their 16-bit dtype, before a scheduler's or a loop's first step.
+    "master". Call it when the parameters have their 16-bit dtype, before a scheduler's or a loop's first step.
     A pickled or deep-copied optimizer of torch's carries none: call it again on the copy.
 
     Args:
@@ -232,8 +235,10 @@ def add_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None = None) -
         )
     known = getattr(optimizer, "_hotloop_masters", None)
     if known is None:
-        known = _AddedMasters(optimizer, given)
-        optimizer._hotloop_masters = known.pairs
+        optimizer._hotloop_added_masters = added = _AddedMasters(optimizer, given)
+        optimizer._hotloop_masters = added.pairs
+    else:
+        optimizer._hotloop_added_masters.extend(optimizer, given)
     return optimizer
 
 

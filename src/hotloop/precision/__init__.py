@@ -8,12 +8,16 @@ from hotloop.precision.formats import Precision, find_precision
 
 if TYPE_CHECKING:
     from hotloop.precision.choice import choose_precision
+    from hotloop.precision.comparison import Agreement, ModuleError, agreement
     from hotloop.precision.float8_layers import Float8Layers, choose_layers, install_float8, remove_float8
     from hotloop.precision.weights import restore_weights, store_in_bf16
 
 __all__ = [
+    "Agreement",
     "Float8Layers",
+    "ModuleError",
     "Precision",
+    "agreement",
     "autocast_context",
     "choose_layers",
     "choose_precision",
@@ -30,6 +34,7 @@ _LAYERS = ("Float8Layers", "choose_layers", "install_float8", "remove_float8")
 __getattr__ = deferred(
     __name__,
     {
+        **dict.fromkeys(("Agreement", "ModuleError", "agreement"), "hotloop.precision.comparison"),
         "choose_precision": "hotloop.precision.choice",
         "restore_weights": "hotloop.precision.weights",
         "store_in_bf16": "hotloop.precision.weights",

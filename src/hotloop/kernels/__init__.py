@@ -7,6 +7,7 @@ from hotloop.deferred import deferred
 if TYPE_CHECKING:
     from hotloop.kernels.adamw import adamw_eager, adamw_runs_on, fused_adamw
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
+    from hotloop.kernels.fusion import compile_fused, rewrite
     from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
     from hotloop.kernels.layer_norm import layer_norm, layer_norm_eager
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
@@ -20,11 +21,13 @@ __all__ = [
     "bias_gelu_eager",
     "clip_norm",
     "clip_norm_eager",
+    "compile_fused",
     "cross_entropy_eager",
     "fused_adamw",
     "layer_norm",
     "layer_norm_eager",
     "linear_cross_entropy",
+    "rewrite",
     "scale_all",
 ]
 
@@ -38,11 +41,13 @@ __getattr__ = deferred(
         "bias_gelu_eager": "hotloop.kernels.gelu",
         "clip_norm": "hotloop.kernels.norms",
         "clip_norm_eager": "hotloop.kernels.norms",
+        "compile_fused": "hotloop.kernels.fusion",
         "cross_entropy_eager": "hotloop.kernels.cross_entropy",
         "fused_adamw": "hotloop.kernels.adamw",
         "layer_norm": "hotloop.kernels.layer_norm",
         "layer_norm_eager": "hotloop.kernels.layer_norm",
         "linear_cross_entropy": "hotloop.kernels.cross_entropy",
+        "rewrite": "hotloop.kernels.fusion",
         "scale_all": "hotloop.kernels.norms",
     },
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hotloop.errors import KernelError
 
-__all__ = ["bias_gelu", "bias_gelu_eager"]
+__all__ = ["bias_gelu", "bias_gelu_eager", "operator_of_gelu"]
 
 _SIZE = 2048
 _PROGRAMS = 528
@@ -27,7 +27,7 @@ def bias_gelu(z: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor
         raise KernelError(
             f"bias_gelu: bias {tuple(bias.shape)} does not fit z {tuple(z.shape)}: [D], [..., D]"
         )
-    out: torch.Tensor = _operator()(z, bias)
+    out: torch.Tensor = operator_of_gelu()(z, bias)
     return out
 
 
@@ -45,7 +45,9 @@ def _by_kernel(z: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _operator() -> Any:
+def operator_of_gelu() -> Any:
+    """The torch operator behind it, made when first used; opaque to the compiler."""
+
     @torch.library.custom_op("hotloop::bias_gelu", mutates_args=())
     def forward(z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not _by_kernel(z):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hotloop.errors import KernelError
 
-__all__ = ["layer_norm", "layer_norm_eager"]
+__all__ = ["layer_norm", "layer_norm_eager", "operator_of_layer_norm"]
 
 # Beyond this a row does not fit the registers of a program.
 _WIDEST = 8192
@@ -50,7 +50,7 @@ def layer_norm(
         )
     if branch is None and branch_bias is not None:
         raise KernelError("layer_norm: branch_bias without a branch; add it to x, or give the branch")
-    added, out, _ = _operator()(x, branch, branch_bias, weight, shift, eps, dtype or x.dtype)
+    added, out, _ = operator_of_layer_norm()(x, branch, branch_bias, weight, shift, eps, dtype or x.dtype)
     return (x if branch is None else added), out
 
 
@@ -91,7 +91,9 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _operator() -> Any:
+def operator_of_layer_norm() -> Any:
+    """The torch operator behind it, made when first used; opaque to the compiler."""
+
     @torch.library.custom_op("hotloop::layer_norm", mutates_args=())
     def forward(
         x: torch.Tensor,

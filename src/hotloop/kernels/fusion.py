@@ -1,0 +1,182 @@
+"""Puts kernels of ours into a model that is being compiled: the graph that torch.compile found, rewritten.
+
+Layer norms take the residual sum before them along, and the bias of the linear layer that ends the branch; exact
+GELUs take the bias of the linear layer before them. What the graph computes stays the same up to rounding: a bias is
+added in float32 to the 16-bit product, not inside it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+__all__ = ["compile_fused", "rewrite"]
+
+_LINEAR: tuple[Any, ...] = (F.linear, torch._C._nn.linear)
+_GELU: tuple[Any, ...] = (F.gelu, torch._C._nn.gelu)
+_ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST_NORM = 8192
+
+
+def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A backend for `torch.compile`: `rewrite`, then Inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    rewrite(graph_module)
+    compiled: Callable[..., Any] = compile_fx(graph_module, inputs)
+    return compiled
+
+
+def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] | None = None) -> int:
+    """Replace what our kernels compute faster, in place; returns how many nodes were replaced.
+
+    Args:
+        graph_module: a graph of torch functions with example values, as `torch.compile` gives it to a backend.
+        runs: on which devices to replace; None: where Triton runs.
+    """
+    if runs is None:
+        from hotloop.kernels.language import runs_on as runs
+    graph = graph_module.graph
+    replaced = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _suits(node, runs):
+            continue
+        if node.target is F.layer_norm:
+            replaced += _replace_norm(graph, node)
+        elif node.target in _GELU:
+            replaced += _replace_gelu(graph, node)
+    if replaced:
+        graph.eliminate_dead_code()
+        graph.lint()
+        graph_module.recompile()
+    return replaced
+
+
+def _suits(node: fx.Node, runs: Callable[[torch.device], bool]) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.Tensor) and value.dtype in _FLOATS and runs(value.device)
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
+    given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), node.args, strict=False)) | dict(
+        node.kwargs
+    )
+    x, weight, shift = given["input"], given.get("weight"), given.get("bias")
+    value = _value(x)
+    shape = given["normalized_shape"]
+    if (
+        not isinstance(weight, fx.Node)
+        or not isinstance(value, torch.Tensor)
+        or len(shape) != 1
+        or not isinstance(shape[0], int)
+        or shape[0] > _WIDEST_NORM
+        or value.dtype not in _FLOATS
+    ):
+        return False
+    branch: Any = None
+    bias: Any = None
+    added = x
+    if _is_sum(x) and all(p is None or p.op in ("placeholder", "get_attr") for p in (weight, shift)):
+        residual, branch = _order(x)
+        if branch is not None:
+            x = residual
+            bias = _take_bias(branch)
+    from hotloop.kernels.layer_norm import operator_of_layer_norm
+
+    operator_of_layer_norm()
+    with graph.inserting_after(added if branch is not None else node.prev):
+        made = graph.call_function(
+            torch.ops.hotloop.layer_norm.default,
+            (x, branch, bias, weight, shift, given.get("eps", 1e-5), _leaving_dtype(node)),
+        )
+    with graph.inserting_after(made):
+        out = graph.call_function(operator.getitem, (made, 1))
+        out.meta = dict(node.meta)
+        if branch is not None:
+            total = graph.call_function(operator.getitem, (made, 0))
+            total.meta = dict(added.meta)
+            added.replace_all_uses_with(total)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return True
+
+
+def _is_sum(node: Any) -> bool:
+    """A sum of two tensors of its own shape, one of which has its type."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in _ADD:
+        return False
+    if node.kwargs or len(node.args) != 2:
+        return False
+    whole = _value(node)
+    parts = [_value(a) for a in node.args]
+    return isinstance(whole, torch.Tensor) and all(
+        isinstance(p, torch.Tensor)
+        and p.shape == whole.shape
+        and p.dtype in _FLOATS
+        and p.device == whole.device
+        for p in parts
+    )
+
+
+def _order(node: fx.Node) -> tuple[Any, Any]:
+    """(residual, branch) of a sum: the residual has the sum's type, the branch rather ends in a linear layer."""
+    a, b = node.args
+    kind = _value(node).dtype
+    options = [(x, y) for x, y in ((a, b), (b, a)) if _value(x).dtype == kind]
+    if not options:
+        return None, None
+    return next(((x, y) for x, y in options if _has_own_bias(y)), options[0])
+
+
+def _has_own_bias(node: Any) -> bool:
+    """A linear layer with a bias whose result goes nowhere else."""
+    if not isinstance(node, fx.Node) or node.target not in _LINEAR or len(node.users) != 1:
+        return False
+    return len(node.args) == 3 and isinstance(node.args[2], fx.Node) and not node.kwargs
+
+
+def _take_bias(node: Any) -> Any:
+    """Take the bias from a linear layer, if it has one of its own."""
+    if not _has_own_bias(node):
+        return None
+    x, weight, bias = node.args
+    node.args = (x, weight, None)
+    return bias
+
+
+def _leaving_dtype(node: fx.Node) -> torch.dtype:
+    """Autocast's type where every user would convert to it anyway, else that of the graph."""
+    value: torch.Tensor = _value(node)
+    kind = value.device.type
+    if torch.is_autocast_enabled(kind) and node.users and all(u.target in _LINEAR for u in node.users):
+        return torch.get_autocast_dtype(kind)
+    return value.dtype
+
+
+def _replace_gelu(graph: fx.Graph, node: fx.Node) -> bool:
+    if len(node.args) != 1 or node.kwargs.get("approximate", "none") != "none":
+        return False
+    z = node.args[0]
+    value = _value(z)
+    if not isinstance(value, torch.Tensor) or value.dtype != _value(node).dtype:
+        return False
+    from hotloop.kernels.gelu import operator_of_gelu
+
+    operator_of_gelu()
+    bias = _take_bias(z)
+    with graph.inserting_before(node):
+        made = graph.call_function(torch.ops.hotloop.bias_gelu.default, (z, bias))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return True

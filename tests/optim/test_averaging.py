@@ -172,7 +172,7 @@ def test_saved_and_put_back(kind, tmp_path):
             a.update()
     assert again.averaged == ours.averaged == 5
     assert_same(again.averages, ours.averages)
-    with pytest.raises(hotloop.HotloopError, match="of another model than this: they differ in '0.bias'"):
+    with pytest.raises(hotloop.HotloopError, match=r"of another model than this: they differ in '0.bias'"):
         kind(nn.Linear(2, 2)).load_state_dict(state)
 
 

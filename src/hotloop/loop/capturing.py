@@ -14,6 +14,7 @@ from hotloop.loop.preparing import Preparer
 from hotloop.loop.session import Session
 from hotloop.loop.updates import ResidentUpdates
 from hotloop.loop.window import Window
+from hotloop.optim import masters_of
 from hotloop.state import HostState, ResidentState
 
 if TYPE_CHECKING:
@@ -94,12 +95,17 @@ class LoopHost:
         return window.frozen()
 
     def ready(self) -> None:
-        """Learning rates on the device."""
+        """Learning rates on the device, masters that agree with their parameters."""
         groups = [u.optimizer.param_groups for u in self._preparer.updates]
         # another list of groups comes with a state that was loaded
         if len(groups) != len(self._rated) or not all(map(operator.is_, groups, self._rated)):
             self._rate_on_device()
             self._rated = groups
+        for updates in self._preparer.updates:
+            masters = masters_of(updates.optimizer)
+            if masters is not None:
+                # weights loaded since the last replay: a recording knows only what it wrote itself
+                masters.refresh()
         for group, rate in self._rates:
             lr = group["lr"]
             if lr is not rate and not isinstance(lr, torch.Tensor):

@@ -214,8 +214,8 @@ def add_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None = None) -
     """Let any optimizer keep float32 masters of its 16-bit parameters; returns the same optimizer.
 
     Its state is float32 too. The parameter is rewritten, rounded, at each step; `state_dict` carries the masters under
-    "master". Call it when the parameters have their 16-bit dtype, before a scheduler's or a loop's first step.
-    A pickled or deep-copied optimizer of torch's carries none: call it again on the copy.
+    "master". Call it when the parameters have their 16-bit dtype; again, it looks after those that have come since. A
+    pickled or deep-copied optimizer of torch's carries none: call it again on the copy.
 
     Args:
         optimizer: a `torch.optim.Optimizer`; hotloop's own keep masters by themselves and take only `values`.
@@ -235,10 +235,8 @@ def add_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None = None) -
         )
     known = getattr(optimizer, "_hotloop_masters", None)
     if known is None:
-        optimizer._hotloop_added_masters = added = _AddedMasters(optimizer, given)
-        optimizer._hotloop_masters = added.pairs
-    else:
-        optimizer._hotloop_added_masters.extend(optimizer, given)
+        known = optimizer._hotloop_masters = _AddedMasters(optimizer)
+    known.cover(optimizer, given)
     return optimizer
 
 

@@ -48,10 +48,12 @@ class Feed(ABC):
     Attributes:
         batch_size: samples in a batch of one process, -1 if that varies or is unknown.
         per_rank: each rank's state is its own; a checkpoint has to keep one for every rank.
+        resident: batches are made on the device; they are neither fetched nor copied.
     """
 
     batch_size: int = -1
     per_rank: bool = False
+    resident: bool = False
 
     @abstractmethod
     def open(self, resume: dict[str, Any] | None, skip: int) -> Epoch:

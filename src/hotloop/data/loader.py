@@ -18,6 +18,7 @@ from hotloop.data.mapped import MapFeed
 from hotloop.data.move import count_samples
 from hotloop.data.order import Start
 from hotloop.data.prefetch import find_lane, moved_steps, prefetched_steps
+from hotloop.data.resident import ResidentLoader
 from hotloop.data.sampler_state import samplers_of
 from hotloop.data.serving import Serving
 from hotloop.data.step import Step
@@ -129,6 +130,15 @@ class Loader:
 
     def _find_feed(self, agree: Agreement | None) -> Feed:
         source, rank, world = self.source, self.processes.rank, self.processes.world
+        if isinstance(source, ResidentLoader):
+            from hotloop.data.resident_feed import ResidentFeed
+
+            if source.device != self.device:
+                raise PrepareError(
+                    f"the resident data lies on {source.device}, but the loop runs on {self.device}: give device= "
+                    "where it is made"
+                )
+            return ResidentFeed(source, rank, world)
         ahead = self.device.type != "cpu"
         if _is_map_style(source):
             pins = self.serving.pin_memory is not False
@@ -195,6 +205,9 @@ class Loader:
     def indices_of(self, handed_out: int) -> list[Any] | None:
         """Dataset indices of the batch that made `handed_out` this number; None if unknown or long ago."""
         for number, indices in reversed(self._recent):
+            if number == handed_out and isinstance(indices, torch.Tensor):
+                found: list[Any] = indices.tolist()
+                return found
             if number == handed_out and indices is not None:
                 return list(indices) if isinstance(indices, (list, tuple)) else [indices]
         return None
@@ -207,6 +220,8 @@ class Loader:
         return self._deliver(self._feed.open(resume, skip), None, 0)
 
     def _on_device(self, steps: Iterator[Step]) -> Iterator[Step]:
+        if self._feed.resident:
+            return steps
         if self._lane is not None:
             return prefetched_steps(steps, self.device, self.prefetch, self._lane)
         if self.device.type != "cpu":

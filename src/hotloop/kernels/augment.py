@@ -13,9 +13,13 @@ from functools import cache
 
 import torch
 
-__all__ = ["Augment", "augment", "augment_eager", "philox"]
+from hotloop.errors import KernelError
+
+__all__ = ["Augment", "augment", "augment_eager", "augment_labelled", "philox", "targets_eager"]
 
 _MASK = 0xFFFFFFFF
+_FLIPS = ("none", "random", "alternating")
+_PADDINGS = ("reflect", "zero")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,10 @@ class Augment:
         cutout: side of a square set to zero after normalising, its centre uniform over the image; 0 for none
             (DeVries and Taylor 2017).
         brightness, contrast: x becomes (x + b) * c with b in ±brightness and c in 1 ± contrast, after normalising.
-        mean, std: of each channel, in units of the stored values over 255.
+        mean, std: of each channel, in units of the stored values over 255; one entry stands for all channels.
+
+    Raises:
+        KernelError: an unknown word, or a negative count.
     """
 
     translate: int = 0
@@ -39,11 +46,17 @@ class Augment:
     cutout: int = 0
     brightness: float = 0.0
     contrast: float = 0.0
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
 
-
-_FLIPS = ("none", "random", "alternating")
+    def __post_init__(self) -> None:
+        for name, known in (("padding", _PADDINGS), ("flip", _FLIPS)):
+            if getattr(self, name) not in known:
+                raise KernelError(
+                    f"{name}={getattr(self, name)!r} is not known; valid values are: {', '.join(known)}"
+                )
+        if self.translate < 0 or self.cutout < 0:
+            raise KernelError(f"translate={self.translate} and cutout={self.cutout} are counts of pixels")
 
 
 def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: int, c3: int = 0) -> list[torch.Tensor]:
@@ -93,21 +106,83 @@ def augment(
     """
     if eager or not images.is_cuda:
         return augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
-    B, (_, H, W, C) = len(indices), images.shape
-    out = torch.empty((B, H, W, C), device=images.device, dtype=dtype)
-    block = 1024
-    scale, shift = _affine(how, C, images.device)
-    grid = (B, -(-(H * W * C) // block))
-    # no fused multiply-add: the twin rounds after each operation
+    return _launch(images, None, indices, epoch, how, seed, dtype, 0, 0.0)[0]
+
+
+def augment_labelled(
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    indices: torch.Tensor,
+    epoch: torch.Tensor,
+    how: Augment,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    classes: int = 0,
+    smoothing: float = 0.0,
+    eager: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`augment`, and the targets of the batch by the same kernel.
+
+    Args:
+        labels: int64 [N].
+        classes: 0 for targets that are `labels[indices]`; else they are float32 [B, classes], 1 - smoothing at the
+            label and smoothing / classes more everywhere (Szegedy et al. 2016).
+    """
+    if eager or not images.is_cuda:
+        x = augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
+        return x, targets_eager(labels, indices, classes, smoothing)
+    return _launch(images, labels, indices, epoch, how, seed, dtype, classes, smoothing)
+
+
+def targets_eager(
+    labels: torch.Tensor, indices: torch.Tensor, classes: int, smoothing: float
+) -> torch.Tensor:
+    """The targets of `augment_labelled` in torch's own operations."""
+    y = labels.index_select(0, indices)
+    if not classes:
+        return y
+    off, on = _levels(classes, smoothing)
+    hot = y[:, None] == torch.arange(classes, device=y.device)
+    return torch.where(hot, on, off).to(torch.float32)
+
+
+def _levels(classes: int, smoothing: float) -> tuple[float, float]:
+    """Target of the other classes and of the right one."""
+    return smoothing / classes, 1 - smoothing + smoothing / classes
+
+
+def _launch(
+    images: torch.Tensor,
+    labels: torch.Tensor | None,
+    indices: torch.Tensor,
+    epoch: torch.Tensor,
+    how: Augment,
+    seed: int,
+    dtype: torch.dtype,
+    classes: int,
+    smoothing: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     from hotloop.kernels.programs.augment import augment_kernel
 
-    augment_kernel[grid](
-        images, indices, epoch, scale, shift, out, seed, H, W, C,
-        how.translate, _FLIPS.index(how.flip), how.cutout, how.padding == "zero",
-        how.brightness, how.contrast, bool(how.brightness or how.contrast), epoch.dim(), block,
-        enable_fp_fusion=False,
+    B, (_, H, W, C) = len(indices), images.shape
+    out = torch.empty((B, H, W, C), device=images.device, dtype=dtype)
+    if classes:
+        targets = torch.empty((B, classes), device=images.device)
+    else:
+        targets = torch.empty((B if labels is not None else 0,), device=images.device, dtype=torch.int64)
+    block = 1024
+    scale, shift = _affine(how, C, images.device)
+    off, on = _levels(classes, smoothing) if classes else (0.0, 0.0)
+    width = 1 << (classes - 1).bit_length() if classes else 0
+    # no fused multiply-add: the twin rounds after each operation
+    augment_kernel[(B, -(-(H * W * C) // block))](
+        images, indices, epoch, scale, shift, out, indices if labels is None else labels, targets, seed, off, on,
+        how.brightness, how.contrast, H, W, C, how.translate, _FLIPS.index(how.flip), how.cutout,
+        how.padding == "zero", bool(how.brightness or how.contrast), epoch.dim(), labels is not None, classes, width,
+        block, enable_fp_fusion=False,
     )  # fmt: skip
-    return out.permute(0, 3, 1, 2)
+    return out.permute(0, 3, 1, 2), targets
 
 
 def augment_eager(
@@ -174,15 +249,11 @@ def _reflect(at: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @cache
-def _affine_values(how: Augment, channels: int) -> tuple[list[float], list[float]]:
-    mean, std = how.mean, how.std
-    if len(mean) != channels or len(std) != channels:
-        mean, std = (mean * channels)[:channels], (std * channels)[:channels]
-    return [1 / (255 * s) for s in std], [m / s for m, s in zip(mean, std, strict=True)]
-
-
-@cache
 def _affine(how: Augment, channels: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [C] each: stored value * scale - shift is the normalised one."""
-    scale, shift = _affine_values(how, channels)
+    mean, std = (v * channels if len(v) == 1 else v for v in (how.mean, how.std))
+    if len(mean) != channels or len(std) != channels:
+        raise KernelError(f"images of {channels} channels have {len(mean)} means and {len(std)} deviations")
+    scale = [1 / (255 * s) for s in std]
+    shift = [m / s for m, s in zip(mean, std, strict=True)]
     return torch.tensor(scale, device=device), torch.tensor(shift, device=device)

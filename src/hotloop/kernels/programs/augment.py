@@ -36,27 +36,12 @@ def _below(
 
 @jit
 def augment_kernel(
-    images,
-    indices,
-    epoch,
-    scale,
-    shift,
-    out,
-    seed,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    TRANSLATE: tl.constexpr,
-    FLIP: tl.constexpr,
-    CUTOUT: tl.constexpr,
-    ZERO: tl.constexpr,
-    brightness,
-    contrast,
-    JITTER: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: BLOCK values of one image of the batch. Arguments as `hotloop.kernels.augment.augment`."""
+    images, indices, epoch, scale, shift, out, labels, targets, seed, off, on, brightness, contrast,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
+    EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK values of one image of the batch; the first one of each image writes its target."""
     row = tl.program_id(0)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = e < H * W * C
@@ -99,3 +84,11 @@ def augment_kernel(
         hole = (y >= top) & (y < top + CUTOUT) & (x >= left) & (x < left + CUTOUT)
         value = tl.where(hole, 0.0, value)
     tl.store(out + row.to(tl.int64) * (H * W * C) + e, value.to(out.dtype.element_ty), mask=valid)
+    if LABELLED:  # noqa: SIM102 - known when compiled, the next one is not
+        if tl.program_id(1) == 0:
+            label = tl.load(labels + index)
+            if CLASSES > 0:
+                k = tl.arange(0, WIDTH)
+                tl.store(targets + row * CLASSES + k, tl.where(k == label, on, off), mask=k < CLASSES)
+            else:
+                tl.store(targets + row, label)

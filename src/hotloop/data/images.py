@@ -1,0 +1,101 @@
+"""Images that lie on the device whole, augmented as they are cut into batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hotloop.data.resizing import resize_images
+from hotloop.errors import DataError
+from hotloop.kernels.augment import Augment, augment, augment_labelled
+
+__all__ = ["ResidentImages"]
+
+
+class ResidentImages:
+    """uint8 images and their labels on the device; batches come augmented, normalised and channels-last.
+
+    Gather, translation, flip, cutout, jitter, normalising and label smoothing are one kernel on a CUDA device, and its
+    eager twin elsewhere, with the same bits. Random numbers belong to (seed, epoch, sample).
+
+    Args:
+        images: uint8 [N, H, W, C].
+        labels: int64 [N], or None.
+        how: what is done to each image.
+        dtype: of the batches.
+        classes: 0 for labels as they are; else targets are float32 [B, classes], 1 - smoothing at the label and
+            smoothing / classes more everywhere.
+        smoothing: of such targets.
+        device: where all of it is moved.
+        eager: use the twin on a CUDA device too.
+
+    Raises:
+        DataError: images are not uint8 [N, H, W, C], or lengths differ.
+    """
+
+    def __init__(
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        how: Augment | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        classes: int = 0,
+        smoothing: float = 0.0,
+        device: torch.device | str | None = None,
+        eager: bool = False,
+    ) -> None:
+        if images.dtype != torch.uint8 or images.dim() != 4:
+            raise DataError(
+                f"images must be uint8 [N, H, W, C], not {images.dtype} {list(images.shape)}; float images go into "
+                "ResidentArrays"
+            )
+        if labels is not None and len(labels) != len(images):
+            raise DataError(f"{len(images)} images have {len(labels)} labels")
+        if smoothing and not classes:
+            raise DataError("smoothing needs classes: how many there are")
+        where = images.device if device is None else torch.device(device)
+        self.images = images.to(where).contiguous()
+        self.labels = None if labels is None else labels.to(where, torch.int64)
+        self.how = how if how is not None else Augment()
+        self.dtype = dtype
+        self.classes = classes
+        self.smoothing = smoothing
+        self.eager = eager
+        self._sized: dict[int, torch.Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images lie."""
+        return self.images.device
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def at_size(self, size: int) -> torch.Tensor:
+        """All images at height `size`, anti-aliased, uint8; made once and kept."""
+        if size == self.images.shape[1]:
+            return self.images
+        if size not in self._sized:
+            self._sized[size] = resize_images(self.images, size)
+        return self._sized[size]
+
+    def cut(
+        self, indices: torch.Tensor, epoch: torch.Tensor, seed: int, size: int | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Images [B, C, H, W] (channels-last memory), and their targets if there are labels.
+
+        At another size, shifts and holes shrink in proportion.
+        """
+        images, how = self.images, self.how
+        if size is not None and size != images.shape[1]:
+            share = size / images.shape[1]
+            images = self.at_size(size)
+            how = replace(how, translate=round(how.translate * share), cutout=round(how.cutout * share))
+        if self.labels is None:
+            return augment(images, indices, epoch, how, seed=seed, dtype=self.dtype, eager=self.eager)
+        return augment_labelled(
+            images, self.labels, indices, epoch, how, seed=seed, dtype=self.dtype, classes=self.classes,
+            smoothing=self.smoothing, eager=self.eager,
+        )  # fmt: skip

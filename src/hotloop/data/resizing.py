@@ -1,0 +1,209 @@
+"""Small first: a schedule of sizes over a run, with batches that grow as samples shrink and rates that follow.
+
+The seeds are fast.ai's DAWNBench entries (2018) and Composer's progressive resizing: images (or contexts) start small,
+where a step costs a fraction, and end at full size, at which the network is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hotloop.errors import DataError
+
+__all__ = ["Resizing", "Stage", "refresh_norms", "resize_images"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a run at one size.
+
+    Attributes:
+        until: where it ends, in epochs from the start of the run; `math.inf` for the last one.
+        size: pixels of an image's height, or steps of a window.
+        batch_size: samples of a batch on one process.
+        rate: what the learning rate is multiplied by.
+    """
+
+    until: float
+    size: int
+    batch_size: int
+    rate: float = 1.0
+
+
+class Resizing:
+    """Which size, batch size and rate hold at which point of a run; give it to a `ResidentLoader`.
+
+    Args:
+        sizes: (epochs, size) in turn; epochs may be fractions. After the last one the last size stays.
+        batch_size: at the largest size.
+        cost: how work grows with size: 2 for images, 1 for sequences. Batches of smaller samples hold
+            (largest / size) ** cost times as many samples; 0 keeps the batch size.
+        most: no batch is larger than this.
+        multiple: batch sizes are multiples of it (tensor cores like 8 and more).
+        rate: "linear" multiplies the rate by what the batch grew by (Goyal et al. 2017), "sqrt" by its root, "none"
+            leaves it.
+
+    >>> plan = Resizing([(2, 16), (2, 32)], batch_size=64)
+    >>> [(s.until, s.size, s.batch_size, s.rate) for s in plan.stages]
+    [(2.0, 16, 256, 4.0), (inf, 32, 64, 1.0)]
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[tuple[float, int]],
+        *,
+        batch_size: int,
+        cost: float = 2.0,
+        most: int | None = None,
+        multiple: int = 8,
+        rate: str = "linear",
+    ) -> None:
+        if not sizes or any(epochs <= 0 or size < 1 for epochs, size in sizes):
+            raise DataError(f"sizes={list(sizes)!r}: give (epochs, size) pairs, both above 0")
+        power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}.get(rate)
+        if power is None:
+            raise DataError(f"rate={rate!r} is not known; valid values are: linear, sqrt, none")
+        largest = max(size for _, size in sizes)
+        stages = []
+        done = 0.0
+        for i, (epochs, size) in enumerate(sizes):
+            done += epochs
+            wanted = batch_size * (largest / size) ** cost
+            batch = min(wanted, most) if most is not None else wanted
+            batch = (
+                max(int(batch // multiple) * multiple, min(batch_size, multiple))
+                if size != largest
+                else batch_size
+            )
+            until = float("inf") if i == len(sizes) - 1 else done
+            stages.append(Stage(until, size, int(batch), (batch / batch_size) ** power))
+        self.stages = tuple(stages)
+        self.batch_size = batch_size
+        self.epochs = done
+
+    @classmethod
+    def ramp(
+        cls,
+        start: int,
+        end: int,
+        epochs: float,
+        *,
+        delay: float = 0.4,
+        finish: float = 0.2,
+        step: int = 4,
+        batch_size: int,
+        **settings: Any,
+    ) -> Resizing:
+        """From `start` to `end` in equal steps of `step`: the first `delay` of the epochs at start, the last `finish`
+        at end (the shape of Composer's ProgressiveResizing).
+
+        >>> [(s.until, s.size) for s in Resizing.ramp(24, 32, 10, batch_size=8).stages]
+        [(4.0, 24), (8.0, 28), (inf, 32)]
+        """
+        between = list(range(start + step, end, step))
+        middle = (1.0 - delay - finish) * epochs
+        if not between:
+            return cls(
+                [(delay * epochs + middle, start), (finish * epochs, end)], batch_size=batch_size, **settings
+            )
+        pairs = [(delay * epochs, start)]
+        pairs += [(middle / len(between), size) for size in between]
+        return cls([*pairs, (finish * epochs, end)], batch_size=batch_size, **settings)
+
+    def at(self, epochs: float) -> Stage:
+        """The stage at a point of the run, in epochs; at a border the later one."""
+        # a batch may end a rounding error before the border that it is to reach
+        return next(stage for stage in self.stages if epochs < stage.until - 1e-9)
+
+    def batches(self, samples: int, epochs: int | None = None, *, drop_last: bool = False) -> list[Stage]:
+        """The stage of every batch of a run over `samples` samples an epoch, in order, on one process.
+
+        What an update's number has to be turned into for rates: `len(plan.batches(n))` updates in all, the k-th one
+        on `plan.batches(n)[k].batch_size` samples at `plan.batches(n)[k].rate` times the rate.
+        """
+        found: list[Stage] = []
+        for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
+            found += [stage for _, _, stage in cuts(samples, epoch, 0, 1, self.at, drop_last=drop_last)]
+        return found
+
+    def __repr__(self) -> str:
+        return f"Resizing({[(s.until, s.size, s.batch_size, s.rate) for s in self.stages]})"
+
+
+def cuts(
+    samples: int, epoch: int, start: int, world: int, at: Callable[[float], Stage], *, drop_last: bool
+) -> Iterable[tuple[int, int, Stage]]:
+    """(first sample, one behind the last, stage) of each step of an epoch from sample `start` on, over all ranks."""
+    while start < samples:
+        stage = at(epoch + start / samples)
+        end = min(start + stage.batch_size * world, samples)
+        if drop_last and end - start < stage.batch_size * world:
+            return
+        yield start, end, stage
+        start = end
+
+
+def resize_images(images: torch.Tensor, size: int, *, chunk: int = 4096) -> torch.Tensor:
+    """uint8 images [N, H, W, C] at height `size` (the width in proportion), anti-aliased, rounded to uint8.
+
+    Each value is within half a unit of `torch.nn.functional.interpolate(..., mode="bilinear", antialias=True)` of the
+    float images. `chunk` images are in work at a time.
+    """
+    N, H, W, C = images.shape
+    width = max(1, round(W * size / H))
+    out = torch.empty((N, size, width, C), dtype=torch.uint8, device=images.device)
+    for first in range(0, N, chunk):
+        x = images[first : first + chunk].permute(0, 3, 1, 2).float()
+        x = F.interpolate(x, (size, width), mode="bilinear", antialias=True, align_corners=False)
+        out[first : first + chunk].copy_(x.round_().clamp_(0, 255).permute(0, 2, 3, 1))
+    return out
+
+
+@torch.no_grad()
+def refresh_norms(
+    model: nn.Module, batches: Iterable[Any], *, forward: Callable[[Any], Any] | None = None
+) -> int:
+    """Take the running statistics of all batch norms in `model` anew, as the plain mean over `batches`.
+
+    Another size of images shifts the statistics, and running ones still tell of the old size. The same as torch's
+    `swa_utils.update_bn`. Parameters are not changed, nor which modules train.
+
+    Args:
+        batches: tensors, or tuples whose first entry is the input.
+        forward: what is called with each input; the model itself by default.
+
+    Returns:
+        The number of batches used; 0 where the model has no such norm, and then `batches` is not read.
+    """
+    norms: list[Any] = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
+    ]
+    if not norms:
+        return 0
+    modes = [(m, m.training) for m in model.modules()]
+    momenta = [m.momentum for m in norms]
+    for m in norms:
+        m.reset_running_stats()
+        m.momentum = None  # torch's word for the plain mean
+    count = 0
+    model.eval()
+    for m in norms:
+        m.training = True
+    try:
+        for batch in batches:
+            (forward or model)(batch[0] if isinstance(batch, (tuple, list)) else batch)
+            count += 1
+    finally:
+        for m, momentum in zip(norms, momenta, strict=True):
+            m.momentum = momentum
+        for m, mode in modes:
+            m.training = mode
+    return count

@@ -1,0 +1,139 @@
+"""Windows [B, T, F] out of one resident array [N, F], never across the border of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hotloop.errors import DataError
+from hotloop.kernels.windows import cut_windows
+
+__all__ = ["ResidentWindows", "window_starts"]
+
+
+def window_starts(
+    rows: int,
+    length: int,
+    *,
+    ids: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    stride: int = 1,
+    horizon: int = 0,
+) -> torch.Tensor:
+    """First rows of all windows of `length` rows that lie, with `horizon` rows more, inside one group: int64 [M].
+
+    Args:
+        rows: N.
+        ids: [N], the group of each row; a group is a run of equal ids, so one that comes back later is another.
+        offsets: int64 [G + 1], the first row of each group, and N; instead of ids.
+        stride: rows between two windows of a group, the first of which begins with it.
+
+    Raises:
+        DataError: both ids and offsets, or ones that do not fit `rows`, or counts below their least.
+    """
+    if length < 1 or stride < 1 or horizon < 0:
+        raise DataError(
+            f"length={length} and stride={stride} must be at least 1, horizon={horizon} at least 0"
+        )
+    if ids is not None and offsets is not None:
+        raise DataError("give the groups as ids or as offsets, not both")
+    if ids is not None:
+        if ids.dim() != 1 or len(ids) != rows:
+            raise DataError(f"ids of shape {list(ids.shape)} do not name the groups of {rows} rows")
+        changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
+        ends = torch.tensor([rows], device=ids.device)
+        offsets = torch.cat((torch.zeros_like(ends), changes, ends))
+    elif offsets is None:
+        offsets = torch.tensor([0, rows])
+    offsets = offsets.to(torch.int64)
+    if int(offsets[0]) != 0 or int(offsets[-1]) != rows or bool((offsets.diff() < 0).any()):
+        raise DataError(f"offsets must rise from 0 to {rows}, the number of rows")
+    first = offsets[:-1]
+    counts = ((offsets.diff() - length - horizon) // stride + 1).clamp(min=0)
+    group = torch.repeat_interleave(torch.arange(len(counts), device=offsets.device), counts)
+    before = counts.cumsum(0) - counts
+    return first[group] + (torch.arange(len(group), device=offsets.device) - before[group]) * stride
+
+
+class ResidentWindows:
+    """Windows of consecutive rows, and what belongs to their last row or to one after it.
+
+    With a `Resizing` a window of size t is the last t rows of the full one, so that it ends at the same row and its
+    targets stay what they are.
+
+    Args:
+        data: [N, F] of a float type.
+        length: T, rows of a window.
+        targets: tensors [N, ...]; a window's are those of the row `horizon` behind its last one.
+        ids, offsets, stride, horizon: as in `window_starts`.
+        mean, std: [F] each, to normalise by; both or none.
+        dtype: of the windows; data's own by default.
+        device: where all of it is moved.
+        eager: use the kernel's twin on a CUDA device too.
+
+    Raises:
+        DataError: shapes do not fit, or no window does.
+    """
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        length: int,
+        *targets: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        stride: int = 1,
+        horizon: int = 0,
+        mean: torch.Tensor | None = None,
+        std: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        eager: bool = False,
+    ) -> None:
+        if data.dim() != 2 or not data.is_floating_point():
+            raise DataError(f"data must be [N, F] of a float type, not {data.dtype} {list(data.shape)}")
+        if any(len(t) != len(data) for t in targets):
+            raise DataError(f"targets of {[len(t) for t in targets]} rows do not belong to {len(data)} rows")
+        if (mean is None) != (std is None):
+            raise DataError("give both mean and std, or none")
+        where = data.device if device is None else torch.device(device)
+        starts = window_starts(len(data), length, ids=ids, offsets=offsets, stride=stride, horizon=horizon)
+        if not len(starts):
+            raise DataError(f"no group has the {length + horizon} rows that a window needs")
+        self.starts = starts.to(where)
+        self.data = data.to(where).contiguous()
+        self.targets = tuple(t.to(where) for t in targets)
+        self.length = length
+        self.horizon = horizon
+        self.mean = None if mean is None else mean.to(where, torch.float32)
+        self.scale = None if std is None else std.to(where, torch.float32).reciprocal()
+        self.dtype = dtype
+        self.eager = eager
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data lies."""
+        return self.data.device
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def cut(self, indices: torch.Tensor, epoch: torch.Tensor, seed: int, size: int | None) -> Any:
+        """Windows [B, T, F], and their targets if there are any.
+
+        Raises:
+            DataError: `size` is no length between 1 and that of the windows.
+        """
+        length = self.length if size is None else size
+        if not 1 <= length <= self.length:
+            raise DataError(f"windows of {self.length} rows cannot be cut to size {size}")
+        starts = self.starts.index_select(0, indices)
+        last = starts + (self.length - 1 + self.horizon)
+        windows = cut_windows(
+            self.data, starts + (self.length - length), length, mean=self.mean, scale=self.scale, dtype=self.dtype,
+            eager=self.eager,
+        )  # fmt: skip
+        if not self.targets:
+            return windows
+        return (windows, *(t.index_select(0, last) for t in self.targets))

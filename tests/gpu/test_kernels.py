@@ -1,14 +1,21 @@
 """Triton kernels on a CUDA device against their twins in float64, and inside a CUDA graph."""
 
+import copy
+
 import pytest
 import torch
 
 from hotloop.kernels import (
     Tables,
     adamw_eager,
+    bias_gelu,
+    bias_gelu_eager,
     clip_norm,
+    compile_fused,
     cross_entropy_eager,
     fused_adamw,
+    layer_norm,
+    layer_norm_eager,
     linear_cross_entropy,
     scale_all,
 )
@@ -203,3 +210,91 @@ def test_cross_entropy_under_compile():
     compiled = torch.autograd.grad(torch.compile(loss)(x), [x, head.weight, head.bias])
     for a, b in zip(compiled, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)
+
+
+def gradients(function, given, slopes):
+    outputs = function(**given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum((o.double() * s).sum() for o, s in zip(outputs, slopes, strict=True))
+    return [o.detach() for o in outputs], torch.autograd.grad(loss, list(given.values()))
+
+
+@pytest.mark.parametrize("width", [384, 65, 1000, 4096])
+@pytest.mark.parametrize(
+    ("dtype", "branch_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+)
+def test_layer_norm_is_near_float64(width, dtype, branch_dtype):
+    torch.manual_seed(0)
+
+    def draw(*size, kind=dtype):
+        return torch.randn(*size, device="cuda").to(kind).requires_grad_()
+
+    given = {
+        "x": draw(7, 301, width),
+        "branch": draw(7, 301, width, kind=branch_dtype),
+        "weight": draw(width),
+        "shift": draw(width),
+        "branch_bias": draw(width),
+    }
+    slopes = [torch.randn(7, 301, width, device="cuda", dtype=torch.float64) for _ in range(2)]
+    ours = gradients(layer_norm, given, slopes)
+    exact = gradients(
+        layer_norm_eager, {k: v.detach().double().requires_grad_() for k, v in given.items()}, slopes
+    )
+    for a, e in zip((*ours[0], *ours[1]), (*exact[0], *exact[1]), strict=True):
+        bound = 2e-6 if a.dtype == torch.float32 and branch_dtype == torch.float32 else 6e-3
+        assert distance(a, e) < bound
+    again = gradients(layer_norm, given, slopes)
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], again[1], strict=True))
+
+
+@pytest.mark.parametrize("width", [1536, 65, 513])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_gelu_is_near_float64(width, dtype, bound):
+    torch.manual_seed(0)
+    given = {
+        "z": (3 * torch.randn(1003, width, device="cuda")).to(dtype).requires_grad_(),
+        "bias": torch.randn(width, device="cuda").to(dtype).requires_grad_(),
+    }
+    slopes = [torch.randn(1003, width, device="cuda", dtype=torch.float64)]
+    ours = gradients(bias_gelu, given, slopes)
+    exact = gradients(
+        bias_gelu_eager, {k: v.detach().double().requires_grad_() for k, v in given.items()}, slopes
+    )
+    for a, e in zip((*ours[0], *ours[1]), (*exact[0], *exact[1]), strict=True):
+        assert distance(a, e) < bound
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_compiled_with_our_kernels_is_the_eager_model(autocast):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = torch.nn.LayerNorm(96), torch.nn.LayerNorm(96)
+            self.mix, self.up, self.down = (
+                torch.nn.Linear(a, b) for a, b in ((96, 96), (96, 384), (384, 96))
+            )
+
+        def forward(self, x):
+            x = x + self.mix(torch.sin(self.norm1(x)))
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.LayerNorm(96), torch.nn.Linear(96, 5)).cuda()
+    x = torch.randn(8, 33, 96, device="cuda")
+
+    def run(forward, module, dtype):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast and dtype == torch.float32):
+            out = forward(x.to(dtype))
+        return out.detach(), torch.autograd.grad(out.float().square().mean(), list(module.parameters()))
+
+    compiled = run(torch.compile(model, backend=compile_fused), model, torch.float32)
+    eager = run(model, model, torch.float32)
+    wide = copy.deepcopy(model).double()
+    exact = run(wide, wide, torch.float64)
+    for c, e, w in zip(
+        (compiled[0], *compiled[1]), (eager[0], *eager[1]), (exact[0], *exact[1]), strict=True
+    ):
+        # no farther from float64 than the eager model, give or take a half
+        assert distance(c, w) < max(1.5 * distance(e, w), 5e-6)

@@ -68,9 +68,8 @@ def _value(node: Any) -> Any:
 
 
 def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), node.args, strict=False)) | dict(
-        node.kwargs
-    )
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     x, weight, shift = given["input"], given.get("weight"), given.get("bias")
     value = _value(x)
     shape = given["normalized_shape"]

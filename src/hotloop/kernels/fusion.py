@@ -24,12 +24,12 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST_NORM = 8192
 
 
-def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
     """A backend for `torch.compile`: `rewrite`, then Inductor."""
     from torch._inductor.compile_fx import compile_fx
 
     rewrite(graph_module)
-    compiled: Callable[..., Any] = compile_fx(graph_module, inputs)
+    compiled: Any = compile_fx(graph_module, inputs)
     return compiled
 
 
@@ -41,7 +41,9 @@ def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] |
         runs: on which devices to replace; None: where Triton runs.
     """
     if runs is None:
-        from hotloop.kernels.language import runs_on as runs
+        from hotloop.kernels.language import runs_on
+
+        runs = runs_on
     graph = graph_module.graph
     replaced = 0
     for node in list(graph.nodes):

@@ -1,7 +1,7 @@
 """The doctor on loops that are fine: findings (there should be none), and what watching costs outside its window.
 
-Five well-kept training scripts, three for a GPU and two for the CPU, run under `hotloop doctor`; and the character
-GPT's step without a watch, under one that has not begun, and after one that is over. Without a GPU the CPU's run.
+Five well-kept training scripts run watched: three where there is a GPU, two where there is none. And the character
+GPT's step is timed without a watch, under one that has not begun, and after one that is over.
 
     python -m benchmarks.doctor_clean [--quick] [--json FILE]
 """
@@ -9,10 +9,7 @@ GPT's step without a watch, under one that has not begun, and after one that is 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -24,6 +21,8 @@ import torch.nn.functional as F
 
 from benchmarks.harness import Figure, arguments, report
 from benchmarks.models import CharGPT
+from hotloop.doctor.live import Watch, run_watched
+from hotloop.doctor.report import gather_facts
 
 _HEAD = """
 import sys
@@ -47,21 +46,22 @@ for step in range(40):
     optimizer.step()
     optimizer.zero_grad()
 """,
-    "GPU, character GPT": """
-model = CharGPT().cuda()
-for block in model.blocks:
-    block.compile()
+    "GPU, captured by a loop": """
+import hotloop
+loop = hotloop.Loop(precision="bf16", capture="graph", record=False)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(8)])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-data = TensorDataset(torch.randint(0, 65, (40 * 256, 257)))
-loader = DataLoader(data, batch_size=256, num_workers=2, pin_memory=True, persistent_workers=True)
-for (batch,) in loader:
-    batch = batch.to("cuda", non_blocking=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        logits = model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+data = TensorDataset(torch.randn(60 * 1024, 2048))
+model, optimizer, loader = loop.prepare(model, optimizer, DataLoader(data, batch_size=1024, num_workers=4))
+@loop.capture
+def train(x):
+    loss = model(x).square().mean()
+    loop.backward(loss)
+    loop.update(optimizer)
+    return loss
+for (x,) in loader:
+    loop.log(loss=train(x))
+loop.end_training()
 """,
     "GPU, convolutions with a loader": """
 layers = [nn.Conv2d(64, 256, 3, padding=1)]
@@ -105,29 +105,17 @@ for step in range(30):
 
 
 def findings_of(name: str, text: str, folder: Path) -> list[str]:
-    """Ids of what `hotloop doctor --json` finds in a script; prints its evidence."""
+    """Ids of what the doctor finds in a script; prints its evidence."""
     script = folder / "train.py"
     script.write_text(_HEAD + text)
-    command = [sys.executable, "-m", "hotloop", "doctor", "--json", str(script)]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    start = done.stderr.find("\n{") + 1 if not done.stderr.startswith("{") else 0
-    try:
-        facts = json.loads(done.stderr[start : done.stderr.rindex("}") + 1])
-    except ValueError:
-        raise RuntimeError(f"{name}: status {done.returncode}\n{done.stderr[-3000:]}") from None
-    found = facts["findings"]
-    print(f"{name}: {facts['verdict']}", flush=True)
-    for finding in found:
+    watched = run_watched(str(script), [])
+    if watched.status or watched.trace is None:
+        raise RuntimeError(f"{name}: status {watched.status}, {watched.steps} steps")
+    facts = gather_facts(watched.trace)
+    print(f"{name}: {facts['verdict']} {watched.trace.timeline.pace} {facts['window_note']}", flush=True)
+    for finding in facts["findings"]:
         print("   ", json.dumps(finding)[:1200], flush=True)
-    return [finding["rule"] for finding in found]
+    return [finding["rule"] for finding in facts["findings"]]
 
 
 def step_of(device: str) -> Callable[[], None]:
@@ -150,8 +138,6 @@ def step_of(device: str) -> Callable[[], None]:
 
 def overhead(device: str, *, steps: int, rounds: int) -> dict[str, list[float]]:
     """Seconds a step without a watch and under one that waits, in turn; then after its windows, with more without."""
-    from hotloop.doctor.live import Watch
-
     step = step_of(device)
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
 
@@ -185,8 +171,7 @@ def main() -> None:
     figures = []
     with tempfile.TemporaryDirectory() as folder:
         for name, text in LOOPS.items():
-            if "cuda" in text and device != "cuda":
-                print(f"{name}: left out, there is no GPU")
+            if name.startswith("GPU") != (device == "cuda"):
                 continue
             try:
                 found = findings_of(name, text, Path(folder))

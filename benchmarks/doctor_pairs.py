@@ -1,9 +1,9 @@
 """The doctor against reality: programs with one fault, the price it gives, and what the repair really saves.
 
-Each pair is a training step with a fault and the same step repaired. The faulty one is recorded twice, without Python
-stacks for the price and with them for the source line; both are timed without a profiler. Reported are the first
-finding, the predicted and the real saving of a step, whether the line is the one marked FAULT, and what is found in
-the repaired step (which should be nothing). Needs a CUDA GPU.
+Each pair is a training step with a fault and the same step repaired, timed in turn without a profiler and then
+watched as `hotloop doctor SCRIPT` watches: a window for prices, one with Python stacks for lines. Reported are the
+predicted and the real saving of a step, whether the line is the one marked FAULT, and what is found in the repaired
+step (which should be nothing). Needs a CUDA GPU.
 
     python -m benchmarks.doctor_pairs [--quick] [--json FILE] [--keep FOLDER | --kept FOLDER]
 
@@ -13,12 +13,12 @@ the repaired step (which should be nothing). Needs a CUDA GPU.
 from __future__ import annotations
 
 import contextlib
+import gc
+import gzip
 import io
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -26,11 +26,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.harness import Figure, arguments, report
-from hotloop.doctor import Finding, read
-from hotloop.stalls import record_syncs
+from hotloop.doctor import Finding, Trace
+from hotloop.doctor.live import Watch
+from hotloop.doctor.live.windows import Notes, read_windows
+from hotloop.stalls import mark_step
 
 Step = Callable[[], None]
 
@@ -67,14 +70,26 @@ def training(
     return step
 
 
+class Chores:
+    """What a loop does on the host between two steps: sorting, a little less than a millisecond at a time."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.values = np.random.default_rng(0).random(10_000)
+
+    def do(self) -> None:
+        for _ in range(self.times):
+            np.sort(self.values)
+
+
 def item_idle(repaired: bool) -> Step:
-    train = training(512, 8, 256)
+    train, chores = training(4096, 8, 4096), Chores(4)
 
     def step() -> None:
-        for _ in range(4):
-            loss = train()
-            if not repaired:
-                loss.item()  # FAULT item, idle device
+        chores.do()
+        loss = train()
+        if not repaired:
+            loss.item()  # FAULT item, idle device
 
     return step
 
@@ -91,19 +106,19 @@ def item_busy(repaired: bool) -> Step:
 
 
 def nan_check(repaired: bool) -> Step:
-    train = training(512, 8, 256)
+    train, chores = training(4096, 8, 4096), Chores(4)
 
     def step() -> None:
-        for _ in range(4):
-            loss = train()
-            if not repaired and torch.isnan(loss):  # FAULT NaN check
-                raise FloatingPointError
+        loss = train()
+        if not repaired and torch.isnan(loss):  # FAULT NaN check
+            raise FloatingPointError
+        chores.do()
 
     return step
 
 
 def pageable_copy(repaired: bool) -> Step:
-    train = training(2048, 6, 2048)
+    train = training(4096, 8, 4096)
     source = torch.randn(16, 1024, 1024)
     source = source.pin_memory() if repaired else source
     target = torch.empty_like(source, device="cuda")
@@ -121,9 +136,9 @@ def pageable_copy(repaired: bool) -> Step:
 
 
 def loading(repaired: bool) -> Step:
-    train = training(2048, 6, 2048)
+    train = training(4096, 8, 4096)
     loader = torch.utils.data.DataLoader(
-        _Slow(), batch_size=4, num_workers=6 if repaired else 0, persistent_workers=repaired
+        _Slow(), batch_size=4, num_workers=8 if repaired else 0, persistent_workers=repaired
     )
     batches = iter(loader)
 
@@ -140,18 +155,18 @@ class _Slow(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index)
-        return torch.rand(200_000, generator=generator).sort().values[:64]
+        return torch.rand(10_000, generator=generator).sort().values[:64]
 
 
 def printing(repaired: bool) -> Step:
-    train = training(512, 8, 256)
+    train, chores = training(4096, 8, 4096), Chores(4)
 
     def step() -> None:
+        chores.do()
         loss = train()
         if not repaired:
             with contextlib.redirect_stdout(io.StringIO()):
                 print(loss)  # FAULT printing
-        train()
 
     return step
 
@@ -183,7 +198,7 @@ def single_precision(repaired: bool) -> Step:
 
 
 def thrash(repaired: bool) -> Step:
-    train = training(2048, 6, 2048)
+    train = training(4096, 8, 4096)
 
     def step() -> None:
         train()
@@ -220,21 +235,28 @@ PAIRS = (
 )
 
 
-def record(step: Step, path: Path, *, stacks: bool, active: int) -> None:
-    """Profile `active` steady steps and write the trace to `path`."""
-    from torch.profiler import ProfilerActivity, profile, schedule
-
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(
-        activities=activities,
-        schedule=schedule(wait=3, warmup=3, active=active, repeat=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
-        with_stack=stacks,
-        record_shapes=True,
-    ) as profiler:
-        for _ in range(6 + active):
+def watch(step: Step, folder: Path, name: str) -> None:
+    """Let the doctor watch the step, and keep its windows and notes in the folder."""
+    me = object()
+    with Watch(skip=12, active=6) as watched:
+        mark_step(me)
+        for _ in range(40):
+            if len(watched.files) == 2:
+                break
             step()
-            profiler.step()
+            mark_step(me)
+    for number, file in enumerate(watched.files):
+        (folder / f"{name}{number}.json.gz").write_bytes(gzip.compress(file.read_bytes(), 5))
+    watched.make_notes().write(folder / f"{name}-notes.json")
+
+
+def told(folder: Path, name: str) -> Trace:
+    """What the doctor makes of what `watch` kept."""
+    files = [folder / f"{name}{number}.json.gz" for number in range(2)]
+    trace = read_windows(files, Notes.read(folder / f"{name}-notes.json"), name)
+    if trace is None:
+        raise RuntimeError(f"there is no trace in {folder}")
+    return trace
 
 
 def step_ms(step: Step, *, steps: int) -> float:
@@ -254,24 +276,19 @@ def marked_line(name: str) -> int:
 
 
 def measure(pair: Pair, folder: Path, *, quick: bool) -> None:
-    """Time a pair, the two in turn, and leave its traces and times in the folder."""
-    steps, active = (10, 5) if quick else (40, 10)
+    """Time a pair, the two in turn, and leave what a watch records of both in the folder."""
     faulty, repaired = pair.make(False), pair.make(True)
     for step in (faulty, repaired):
         for _ in range(8):
             step()
+    steps = max(5, min(100, int((20 if quick else 80) / step_ms(faulty, steps=5))))
     times: dict[str, list[float]] = {"slow": [], "fast": []}
-    for _ in range(5):
+    for _ in range(5 if quick else 11):
         times["slow"].append(step_ms(faulty, steps=steps))
         times["fast"].append(step_ms(repaired, steps=steps))
-    record(faulty, folder / "price.json.gz", stacks=False, active=active)
-    record(faulty, folder / "line.json.gz", stacks=True, active=3)
-    record(repaired, folder / "left.json.gz", stacks=False, active=active)
-    with record_syncs(torch.device("cuda"), copies=True) as seen:
-        faulty()
-    (folder / "times.json").write_text(
-        json.dumps({**times, "syncs": [[sync.file, sync.line, sync.reason] for sync in seen]})
-    )
+    (folder / "times.json").write_text(json.dumps(times))
+    watch(faulty, folder, "faulty")
+    watch(repaired, folder, "repaired")
 
 
 @dataclass(frozen=True)
@@ -293,56 +310,53 @@ class Verdict:
 
 
 def judge(pair: Pair, folder: Path) -> Verdict:
-    """Compare what the doctor says about a pair's traces with what was measured."""
-    priced, placed, left = (read(folder / f"{name}.json.gz") for name in ("price", "line", "left"))
+    """Compare what the doctor says about a pair with what was measured."""
+    faulty, repaired = told(folder, "faulty"), told(folder, "repaired")
     times = json.loads((folder / "times.json").read_text())
     slow, fast = statistics.median(times["slow"]), statistics.median(times["fast"])
-    mine = [f for f in priced.findings() if f.rule in pair.rule]
+    mine = [f for f in faulty.findings() if f.rule in pair.rule]
     edits = [f.edit for f in mine if f.edit is not None]
     # the repair is made alone; the page prices a finding with those above it repaired before
-    alone = priced.what_if(edits).saved_s / max(priced.timeline.steps, 1) if edits else 0.0
-    stalls: list[Finding] = [*placed.findings(), *placed.diagnosis.harmless]
-    places = [f.place for f in stalls if f.rule in pair.rule and f.place is not None]
+    alone = faulty.what_if(edits).saved_s / max(faulty.timeline.steps, 1) if edits else 0.0
+    looked: list[Finding] = [*faulty.findings(), *faulty.diagnosis.harmless]
+    places = [f.place for f in looked if f.rule in pair.rule and f.place is not None]
     line = marked_line(pair.name)
-    seen = {number for file, number, _ in times["syncs"] if file.endswith("doctor_pairs.py")}
-    replay = priced.case.replay
+    replay = faulty.case.replay
+    steps = max(faulty.timeline.steps, 1)
     text = (
-        f"findings {[(f.rule, round(1000 * (f.per_step or 0), 3)) for f in priced.findings()]}, harmless "
-        f"{[f.rule for f in priced.diagnosis.harmless]}; marked {line}, found {[str(p) for p in places]}, "
-        f"hooks saw {sorted(seen)}; {replay.why_not or f'replay {replay.error:+.2%}'}; "
-        f"traced step {priced.timeline.step_us / 1000:.3f} ms"
+        f"findings {[(f.rule, round(1000 * (f.per_step or 0), 3)) for f in faulty.findings()]}, harmless "
+        f"{[f.rule for f in faulty.diagnosis.harmless]}, dropped {[f.rule for f in faulty.diagnosis.dropped]}; marked "
+        f"{line}, found {[str(p) for p in places]}; {replay.why_not or f'replay {replay.error:+.2%}'}; step "
+        f"{faulty.timeline.step_us / 1000:.3f} ms recorded, {replay.replayed_us / 1000 / steps:.3f} ms corrected by "
+        f"{replay.event_us:.1f} us an event; {faulty.timeline.pace}; busy {faulty.case.busy_share:.0%}"
     )
     return Verdict(
         1000 * alone,
         sum(1000 * (f.per_step or 0.0) for f in mine),
         slow - fast,
         slow,
-        any(place.line == line and place.exact for place in places) or seen == {line},
-        tuple(f.rule for f in left.findings()),
+        any(place.line == line and place.exact for place in places),
+        tuple(f"{f.rule} {1000 * (f.per_step or 0):.3f} ms" for f in repaired.findings()),
         text,
     )
 
 
 def main() -> None:
-    """Measure each pair in a process of its own (`--only` does one), and tell; `--kept` judges what was kept."""
-    options = arguments(__doc__, keep="", kept="", only="")
-    if options.only:
-        measure(
-            next(pair for pair in PAIRS if pair.name == options.only), Path(options.keep), quick=options.quick
-        )
-        return
+    """Measure and judge each pair; `--kept` judges what was kept before."""
+    options = arguments(__doc__, keep="", kept="")
     if not options.kept and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     verdicts: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for pair in PAIRS:
             folder = Path(options.kept or options.keep or scratch) / re.sub(r"\W+", "-", pair.name)
+            begun = time.perf_counter()
             try:
                 if not options.kept:
                     folder.mkdir(parents=True, exist_ok=True)
-                    command = [sys.executable, "-m", "benchmarks.doctor_pairs", "--only", pair.name]
-                    command += ["--keep", str(folder), *(["--quick"] if options.quick else [])]
-                    subprocess.run(command, check=True, timeout=90)
+                    measure(pair, folder, quick=options.quick)
+                    gc.collect()
+                    torch.cuda.empty_cache()
                 verdicts[pair.name] = verdict = judge(pair, folder)
             except Exception:
                 print(f"{pair.name}: failed", flush=True)
@@ -351,7 +365,7 @@ def main() -> None:
             print(
                 f"{pair.name:20} predicted {verdict.predicted:7.3f} ms (shown {verdict.shown:.3f}), real "
                 f"{verdict.real:7.3f} of {verdict.slow:.3f} ms, error {verdict.error:+.0%}, line {verdict.line}, "
-                f"left {list(verdict.left)}\n    {verdict.text}",
+                f"left {list(verdict.left)} ({time.perf_counter() - begun:.0f} s)\n    {verdict.text}",
                 flush=True,
             )
     if not verdicts:
@@ -363,11 +377,8 @@ def main() -> None:
     errors = [abs(v.error) for v in verdicts.values()]
     figures.append(Figure("median error of the price", 100 * statistics.median(errors), "%"))
     figures.append(Figure("exact lines", sum(v.line for v in verdicts.values()), f"of {len(PAIRS)}"))
-    figures.append(
-        Figure(
-            "repaired steps without a finding", sum(not v.left for v in verdicts.values()), f"of {len(PAIRS)}"
-        )
-    )
+    clean = sum(not v.left for v in verdicts.values())
+    figures.append(Figure("repaired steps without a finding", clean, f"of {len(PAIRS)}"))
     report("prices against repairs", figures, options.json)
 
 

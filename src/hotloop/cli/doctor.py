@@ -34,6 +34,8 @@ examples:
   hotloop doctor before.json --against after.json    two traces compared
   hotloop doctor traces/ --json | jq .verdict        all ranks of a run
   hotloop doctor train.py --epochs 1                 run and watch a script
+  hotloop doctor -n 2 train.py                       two processes, one window on both
+  torchrun --nproc-per-node 8 -m hotloop doctor train.py     under another launcher: rank 0 reports for all
   hotloop doctor --virtual-gpu train.py              on the CPU: what would make a GPU wait"""
 
 
@@ -58,6 +60,23 @@ def _parser() -> argparse.ArgumentParser:
         "--skip", type=int, default=10, metavar="N", help="steps before the window (default: 10)"
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in the window (default: 5)")
+    parser.add_argument(
+        "-n",
+        "--processes",
+        type=int,
+        metavar="N",
+        help="run the script in N processes, as `hotloop launch -n N` does, with one window on all of them",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "xpu", "mps"),
+        help="with -n: compute there (see `hotloop launch`)",
+    )
+    parser.add_argument(
+        "--gather",
+        metavar="FOLDER",
+        help="a folder that all machines see: the ranks of all of them leave their traces there",
+    )
     parser.add_argument("--against", metavar="TRACE", help="compare with this one")
     parser.add_argument("--json", action="store_true", help="print it machine-readable")
     parser.add_argument("--html", metavar="FILE", help="also write a page with a timeline, for a browser")
@@ -79,7 +98,7 @@ def _run(arguments: list[str]) -> int:
     if options.rules:
         return _list_rules(as_json=options.json)
     if options.module is not None or script:
-        return _watch(options, rest)
+        return _watch(options, rest) if options.processes is None else _launch(options, own, rest)
     if not rest:
         parser.error("there is no TRACE to read")
     from hotloop.doctor import report
@@ -109,9 +128,16 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
     if options.virtual_gpu:
         return _list_stalls(target, rest, module=options.module is not None, as_json=options.json)
     watched = run_watched(
-        target, rest, module=options.module is not None, skip=options.skip, active=options.steps
+        target,
+        rest,
+        module=options.module is not None,
+        skip=options.skip,
+        active=options.steps,
+        folder=options.gather,
     )
     sys.stdout.flush()
+    if not watched.tells:
+        return watched.status
     if watched.trace is None:
         print(
             f"hotloop: nothing was recorded: {watched.steps} optimizer steps were seen, and the window begins "
@@ -126,6 +152,38 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
         _write(options.overlay, report.make_overlay(watched.trace))
     print(_dump(facts) if options.json else report.format_page(facts), file=sys.stderr)
     return watched.status
+
+
+def _launch(options: argparse.Namespace, own: list[str], rest: list[str]) -> int:
+    """The same command in several processes, each of which finds out that it is one of them."""
+    from hotloop.parallel.launch import Launch, launch_processes
+
+    if options.virtual_gpu:
+        raise HotloopError("--virtual-gpu watches one process: leave out -n")
+    words = [*_without(own, {"-n", "--processes", "--device"}), *rest]
+    return launch_processes(
+        Launch(
+            target="hotloop",
+            arguments=("doctor", *words),
+            module=True,
+            processes=options.processes,
+            device=options.device,
+        )
+    )
+
+
+def _without(words: list[str], options: set[str]) -> list[str]:
+    """`words` without the options and their values, given as `-n 2`, `-n2` or `--processes=2`."""
+    left: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in options:
+            skip = True
+        elif word.partition("=")[0] not in options and not (word[:2] in options and word[:2] != "--"):
+            left.append(word)
+    return left
 
 
 def _list_stalls(target: str, rest: list[str], *, module: bool, as_json: bool) -> int:

@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotloop.doctor.live.gathering import find_gathering
 from hotloop.doctor.live.virtual import Stall, VirtualDevice
 from hotloop.doctor.live.watch import Watch
+from hotloop.doctor.live.windows import read_windows
 from hotloop.doctor.recorded import Trace
-from hotloop.doctor.rules.finding import Finding
 from hotloop.doctor.trace.stream import TraceError
-from hotloop.stalls import Sync
+from hotloop.hardware.processes import processes_from_environment
 
-__all__ = ["Watched", "run_virtually", "run_watched"]
+__all__ = ["Watched", "run_script", "run_virtually", "run_watched"]
 
 
 @dataclass(frozen=True)
@@ -26,34 +27,60 @@ class Watched:
     """What came of a watched run.
 
     Attributes:
-        status: the script's own exit status. steps: optimizer steps that were seen.
-        trace: the recorded window, its findings placed by the window with stacks; None if the script ended before.
+        status: the script's own exit status. steps: steps that were seen.
+        trace: the recorded window, its findings placed by the window with stacks; None if the script ended before. Of
+            several processes the first one has it, with all of them in its `ranks`.
+        tells: False in a process whose windows another one reports.
     """
 
     status: int
     steps: int
     trace: Trace | None
+    tells: bool = True
 
 
 def run_watched(
-    target: str, arguments: Sequence[str], *, module: bool = False, skip: int = 10, active: int = 5
+    target: str,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    skip: int = 10,
+    active: int = 5,
+    folder: str | None = None,
 ) -> Watched:
     """Run a script (or with `module` a module) to its end in this process, and record windows of its steps.
 
     The script sees its own `sys.argv`, `sys.path[0]` and `__name__ == "__main__"`; what it prints is not touched. Its
-    exceptions are shown as Python shows them.
+    exceptions are shown as Python shows them. Under `hotloop launch`, torchrun or srun every process records the same
+    steps, and the first one gathers the traces.
+
+    Args:
+        folder: where the processes of several machines leave their traces for the first one.
 
     Raises:
         TraceError: there is no such script.
     """
+    gathering = find_gathering(processes_from_environment(), folder)
+    if gathering is not None:
+        gathering.open()
     with _as_script(target, arguments, module=module), Watch(skip=skip, active=active) as watch:
         status = _run(target, module=module)
-    priced, placed = watch.traces()
-    if priced is not None:
-        priced.name = target
-    if priced is not None and placed is not None:
-        _place_findings(priced, placed, watch.syncs)
-    return Watched(status, watch.steps, priced)
+    if gathering is None:
+        return Watched(status, watch.steps, read_windows(watch.files, watch.make_notes(), target))
+    gathering.leave(watch.files, watch.make_notes())
+    if not gathering.tells:
+        return Watched(status, watch.steps, None, tells=False)
+    # after a failure the others may never come to their end
+    left = gathering.collect() if status == 0 else gathering.collect(3.0)
+    traces = [
+        trace
+        for rank, (files, notes) in left.items()
+        if (trace := read_windows(files, notes, f"{target}, rank {rank}")) is not None
+    ]
+    gathering.close()
+    for trace in traces:
+        trace.ranks = tuple(traces)
+    return Watched(status, watch.steps, traces[0] if traces else None)
 
 
 def run_virtually(target: str, arguments: Sequence[str], *, module: bool = False) -> tuple[int, list[Stall]]:
@@ -70,6 +97,25 @@ def run_virtually(target: str, arguments: Sequence[str], *, module: bool = False
     return status, device.stalls()
 
 
+def run_script(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    passes: tuple[type[BaseException], ...] = (),
+) -> int:
+    """Run a script (or with `module` a module) as Python would; its exceptions are shown, but for those in `passes`.
+
+    Returns:
+        The script's exit status.
+
+    Raises:
+        TraceError: there is no such script.
+    """
+    with _as_script(target, arguments, module=module):
+        return _run(target, module=module, passes=passes)
+
+
 @contextmanager
 def _as_script(target: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
     if not module and not Path(target).is_file():
@@ -83,12 +129,14 @@ def _as_script(target: str, arguments: Sequence[str], *, module: bool) -> Iterat
         sys.argv, sys.path[0] = before
 
 
-def _run(target: str, *, module: bool) -> int:
+def _run(target: str, *, module: bool, passes: tuple[type[BaseException], ...] = ()) -> int:
     try:
         if module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
+    except passes:
+        raise
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -108,30 +156,3 @@ def _run(target: str, *, module: bool) -> int:
         traceback.print_exception(type(error), error, frames)
         return 1
     return 0
-
-
-def _place_findings(priced: Trace, placed: Trace, syncs: list[Sync]) -> None:
-    """Give the findings of the window without stacks the lines that the window with them shows."""
-    others = [*placed.findings(), *placed.diagnosis.harmless]
-    for finding in [*priced.findings(), *priced.diagnosis.harmless]:
-        same = [other for other in others if other.rule == finding.rule and other.place is not None]
-        known = [other for other in same if other.place is not None and other.place.known]
-        if known:
-            finding.place = known[0].place
-            for other in known[1:6]:
-                finding.evidence.append(f"also {other.place}")
-        if finding.rule == "host-sync":
-            _sharpen(finding, syncs)
-
-
-def _sharpen(finding: Finding, syncs: list[Sync]) -> None:
-    """The exact line of a wait, where the hooks saw it: a trace has the function's `def` line only."""
-    seen = sorted({(sync.file, sync.line) for sync in syncs})
-    place = finding.place
-    if place is not None and place.known and not place.exact:
-        mine = [line for file, line in seen if file.endswith(place.file) and line >= place.line]
-        mine = [line for line in mine if not place.candidates or line in place.candidates]
-        if len(mine) == 1:
-            place.line, place.exact = mine[0], True
-    if seen:
-        finding.evidence.append("seen waiting: " + ", ".join(f"{file}:{line}" for file, line in seen[:8]))

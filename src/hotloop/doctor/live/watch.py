@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hotloop.doctor.live.pace import StepClock, measure_event_cost, measure_link
 from hotloop.doctor.live.steps import StepMarks
-from hotloop.doctor.recorded import Trace, read
-from hotloop.doctor.trace.stream import TraceError
+from hotloop.doctor.live.windows import Notes
 from hotloop.stalls import Sync, record_syncs
 
 __all__ = ["Watch"]
 
 WARM_UP = 2
+PACED = 8  # steps before the first window whose time is taken
 
 
 class Watch:
@@ -32,9 +36,11 @@ class Watch:
         self.steps = 0
         self.syncs: list[Sync] = []
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-doctor-")
+        self._clock = StepClock()
         self._marks = StepMarks(self._after_step)
         self._profiler: Any = None
         self._left = 0
+        self._mark_s: list[float] = []
         self._over = False
         self._done: list[Path] = []
         self._stack = contextlib.ExitStack()
@@ -50,11 +56,18 @@ class Watch:
             self._end_window()
 
     def _after_step(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # recorded into a graph, not made
         self.steps += 1
+        if self.skip - PACED <= self.steps <= self.skip:
+            self._clock.mark()
         if self._profiler is not None:
             self._left -= 1
             if self._left > 0:
+                begun = time.perf_counter()
                 self._profiler.step()
+                if len(self._done) == 1:
+                    self._mark_s.append(time.perf_counter() - begun)
             else:
                 self._end_window()
         elif self.steps == self.skip:
@@ -71,12 +84,17 @@ class Watch:
         path = Path(self._folder.name) / f"window{len(self._done)}.json"
         self._done.append(path)
         self._left = WARM_UP + self.active
+        kept: dict[str, Any] = (
+            {"acc_events": True} if "acc_events" in inspect.signature(profile).parameters else {}
+        )
         self._profiler = profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=WARM_UP, active=self.active, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             with_stack=stacks,
             record_shapes=not stacks,
+            # newer versions warn on stderr, which is the program's, unless events are kept
+            **kept,
         )
         if stacks and cuda:
             self.syncs = self._stack.enter_context(record_syncs(torch.device("cuda"), copies=True))
@@ -91,13 +109,15 @@ class Watch:
         else:
             self._marks.close()
 
-    def traces(self) -> tuple[Trace | None, Trace | None]:
-        """(the window without stacks, the one with them), as far as the program ran."""
-        found: list[Trace | None] = []
-        for path in self._done:
-            try:
-                found.append(read(path) if path.is_file() else None)
-            except TraceError:
-                found.append(None)
-        found += [None] * (2 - len(found))
-        return found[0], found[1]
+    @property
+    def files(self) -> list[Path]:
+        """Traces of the window without stacks and the one with them, as far as the program ran."""
+        return [path for path in self._done if path.is_file()]
+
+    def make_notes(self) -> Notes:
+        """What is known besides the traces; for after the program's end, since it uses the device."""
+        if not self.files:
+            return Notes()
+        # what begins and ends a window takes longer than what stands between two of its steps
+        mark_us = 1e6 * statistics.median(self._mark_s[WARM_UP:]) if len(self._mark_s) > WARM_UP else None
+        return Notes(self._clock.step_us(), measure_event_cost(), mark_us, measure_link(), list(self.syncs))

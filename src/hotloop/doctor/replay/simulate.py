@@ -57,17 +57,22 @@ class Replay:
         measured_us: from the window's start (from the end of earlier work, if that still ran) to the end of its last
             work or host call.
         error: (replayed - measured) / measured of the unedited replay.
+        event_us: what recording added to the host for each event; the replay takes it off, so that `replayed_us` is the
+            window as it would be unrecorded. 0 unless the recording says how fast the program was before
+            (`Timeline.pace`).
         usable: within 2 %, at most 2 % of the work without a launch, skew at most 1 ms.
         why_not: a sentence if it is not usable.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self._think: Floats = np.empty(0)
         self._prepare()
         self.replayed_us = self.run([])
         self.error = (self.replayed_us - self.measured_us) / self.measured_us if self.measured_us > 0 else 0.0
         self.why_not = self._judge()
         self.usable = not self.why_not
+        self.event_us = self._fit_event_cost() if self.usable else 0.0
 
     def _judge(self) -> str:
         timeline = self.timeline
@@ -84,6 +89,45 @@ class Replay:
         if abs(self.error) > 0.02:
             return f"the replay differs from the measured time by {self.error:+.1%}"
         return ""
+
+    def _fit_event_cost(self) -> float:
+        """Take from the host what recording added, so that the window takes as long as its steps did before it.
+
+        Where the device is the limit, the time of a step does not tell: the cost measured on other events is taken.
+        """
+        pace = self.timeline.pace
+        if pace.step_us is None and pace.event_us is None:
+            return 0.0
+        timeline = self.timeline
+        ends = np.append(self._start, self._host_end)
+        events = timeline.recorded_within(self._previous_end, ends)
+        boundaries = np.array([end for _, end in timeline.step_spans[:-1]])
+        marks = np.searchsorted(boundaries, ends, "right") - np.searchsorted(
+            boundaries, self._previous_end, "right"
+        )
+        fixed = (pace.mark_us or 0.0) * np.maximum(marks, 0)
+        whole = self._think
+
+        def play(cost: float) -> float:
+            # no call comes for nothing: a quarter of the time is left at least
+            self._think = np.where(whole > 0, np.maximum(whole - cost * events - fixed, 0.25 * whole), whole)
+            self.replayed_us = self.run([])
+            return self.replayed_us
+
+        cost = pace.event_us or 0.0
+        if pace.step_us is None or not self.timeline.steps:
+            play(cost)
+            return cost
+        wanted = pace.step_us * self.timeline.steps
+        low, high = 0.0, 1.6 * cost if cost else 12.0
+        slowed = self.replayed_us > 1.02 * wanted
+        if (slowed and play(high) > 1.02 * wanted) or (not slowed and play(cost) >= 0.97 * wanted):
+            play(cost)
+            return cost
+        for _ in range(12):
+            cost = (low + high) / 2
+            low, high = (cost, high) if play(cost) > wanted else (low, cost)
+        return cost
 
     def _prepare(self) -> None:
         timeline = self.timeline

@@ -41,6 +41,8 @@ def gather_facts(trace: Trace) -> dict[str, Any]:
             "why_not": replay.why_not or None,
             "measured_s": replay.measured_us / 1e6,
             "error": replay.error,
+            "unrecorded_s": replay.replayed_us / 1e6,
+            "event_us": replay.event_us or None,
         },
         "skew_s": timeline.skew_us / 1e6,
         "file": {
@@ -54,7 +56,7 @@ def gather_facts(trace: Trace) -> dict[str, Any]:
         "kernels": kernel_table(trace),
     }
     if len(trace.ranks) > 1:
-        facts["ranks"] = _ranks(trace)
+        facts["ranks"] = _ranks(trace, facts)
     return facts
 
 
@@ -116,12 +118,20 @@ def kernel_table(trace: Trace) -> list[dict[str, Any]]:
     return table
 
 
-def _ranks(trace: Trace) -> dict[str, Any]:
+def _ranks(trace: Trace, facts: dict[str, Any]) -> dict[str, Any]:
+    """The ranks side by side; a straggler comes first in the verdict, since the others' pages show its victims."""
     ranks = compare_ranks([each.case for each in trace.ranks], [each.name for each in trace.ranks])
+    slow = [each for each, row in zip(trace.ranks, ranks.rows, strict=True) if row is ranks.straggler]
+    if slow:
+        facts["verdict"] = f"{ranks.verdict} {facts['verdict']}"
     return {
         "rows": [vars(row) for row in ranks.rows],
         "transfer_ms": ranks.transfer_ms,
         "waiting_ms": ranks.waiting_ms,
         "straggler": ranks.straggler.name if ranks.straggler else None,
+        "straggler_findings": [_finding(f) for f in slow[0].findings()]
+        if slow and slow[0] is not trace
+        else [],
+        "reason": ranks.reason or None,
         "matched": ranks.matched,
     }

@@ -92,7 +92,7 @@ def _price(finding: dict[str, Any], facts: dict[str, Any]) -> str:
     saves, low, high = (finding[key] / steps for key in ("saves_s", "saves_low_s", "saves_high_s"))
     most, each = "at most " if finding["at_most"] else "", " a step" if facts["steps"] else ""
     text = f"saves {most}{format_seconds(saves)}{each}"
-    whole = facts["replay"]["measured_s"] / steps
+    whole = facts["replay"]["unrecorded_s"] / steps
     if whole:
         text += f" of {format_seconds(whole)}"
     if high - low > 0.05 * max(high, 1e-9):
@@ -118,8 +118,9 @@ def _ranks(ranks: dict[str, Any]) -> list[str]:
     lines = ["rank  step ms  busy  collectives ms  exposed ms"]
     for row in ranks["rows"]:
         rank = "?" if row["rank"] is None else row["rank"]
+        busy = "-" if row["busy_share"] is None else f"{row['busy_share']:.0%}"
         lines.append(
-            f"{rank:>4}  {row['step_ms']:>7.1f}  {row['busy_share']:>4.0%}  {row['collectives_ms']:>14.1f}  "
+            f"{rank:>4}  {row['step_ms']:>7.1f}  {busy:>4}  {row['collectives_ms']:>14.1f}  "
             f"{row['exposed_ms']:>10.1f}  {row['name']}"
         )
     if ranks["straggler"]:
@@ -127,6 +128,12 @@ def _ranks(ranks: dict[str, Any]) -> list[str]:
             f"the others wait for {ranks['straggler']}: up to {ranks['waiting_ms']:.1f} ms a step"
             + (f"; moving the data takes {ranks['transfer_ms']:.1f} ms" if ranks["matched"] else "")
         )
+        if ranks["reason"]:
+            lines.append(f"{ranks['straggler']}: {ranks['reason']}")
+    for finding in ranks["straggler_findings"]:
+        lines.append(f"found there: {finding['rule']}: {finding['title']}")
+        if finding["place"]:
+            lines.append(f"    {finding['place']['text']}")
     return lines
 
 

@@ -59,6 +59,7 @@ class Diagnosis:
     Attributes:
         verdict: one sentence. findings: those that cost time, ranked by what their fix saves. harmless: stalls that
             cost nothing. notes: what to know. silenced: findings switched off in the source.
+        dropped: those whose fix saves next to nothing.
         case: the trace with idle partition and replay.
     """
 
@@ -68,6 +69,7 @@ class Diagnosis:
     harmless: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     silenced: list[Finding] = field(default_factory=list)
+    dropped: list[Finding] = field(default_factory=list)
 
     @property
     def saved_s(self) -> float:
@@ -111,7 +113,7 @@ def diagnose(case: Case) -> Diagnosis:
 
 
 def _least_us(case: Case) -> float:
-    return max(LEAST_SHARE * case.replay.measured_us, LEAST_STEP_US * max(case.timeline.steps, 1))
+    return max(LEAST_SHARE * case.replay.replayed_us, LEAST_STEP_US * max(case.timeline.steps, 1))
 
 
 def _price(case: Case, stalls: list[Finding], diagnosis: Diagnosis) -> None:
@@ -139,6 +141,8 @@ def _price(case: Case, stalls: list[Finding], diagnosis: Diagnosis) -> None:
             finding.kind, finding.seconds, finding.low, finding.high = "harmless", 0.0, 0.0, saved / 1e6
             finding.evidence.append(f"without it the replay takes {saved / 1000:.3g} ms less")
             diagnosis.harmless.append(finding)
+        elif finding not in ranked:
+            diagnosis.dropped.append(finding)
     everything = [finding.edit for finding in ranked if finding.edit is not None]
     final = replay.run(everything) if everything else base
     for finding, saved in zip(ranked, savings, strict=True):
@@ -258,7 +262,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
         return cold.title
     top = diagnosis.findings[0] if diagnosis.findings else None
     if top is not None and top.seconds is not None:
-        share = top.seconds * 1e6 / case.replay.measured_us if case.replay.measured_us else 0.0
+        share = top.seconds * 1e6 / case.replay.replayed_us if case.replay.replayed_us else 0.0
         if strange is None or top.seconds * 1e6 > strange.weight_us:
             amount = "at most " if top.at_most else ""
             return f"{top.title} Its fix saves {amount}{share:.0%} of the time; {busy}."

@@ -288,15 +288,22 @@ class Builder:
 
     def _numbers(self, given: list[Any]) -> Floats:
         try:
-            return np.array(given, dtype=np.float64)
+            whole = np.array(given, dtype=np.float64)
         except (ValueError, TypeError, OverflowError):
+            whole = None
+        # lists that are all alike make a table instead of an error
+        if whole is None or whole.ndim != 1:
             return np.array([_number(value) for value in given], dtype=np.float64)
+        return whole
 
     def _whole(self, given: list[Any]) -> Ints:
         try:
-            return np.array(given, dtype=np.int64)
+            whole = np.array(given, dtype=np.int64)
         except (ValueError, TypeError, OverflowError):
+            whole = None
+        if whole is None or whole.ndim != 1:
             return np.array([_integer(value) for value in given], dtype=np.int64)
+        return whole
 
     def _joins(
         self,

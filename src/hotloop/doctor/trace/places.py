@@ -77,6 +77,8 @@ class Place:
                 return f"{self.file}:{self.line} in {self.function}"
             if self.candidates:
                 return f"{self.file}, line {' or '.join(map(str, self.candidates))} in {self.function}"
+            if self.function == "<module>":
+                return f"{self.file}, outside any function"
             return f"{self.file}, in {self.function} (defined in line {self.line})"
         where = f" under {self.annotation!r}" if self.annotation else ""
         return f"{self.op or 'outside any operator'}{where} (the trace has no Python stacks)"
@@ -144,7 +146,7 @@ def _sharpen(place: Place) -> None:
     """The exact line, if the source is at hand and only one line of the function can be meant."""
     if place.exact:
         return
-    function = _function_at(place.file, place.line)
+    function = _function_at(place.file, place.line, place.function)
     if function is None:
         return
     short = place.op.rpartition("::")[2]
@@ -152,6 +154,9 @@ def _sharpen(place: Place) -> None:
     lines = _calls(function, {place.callee, *_LOOKS.get(place.callee, ())} - {""}) or _calls(function, wanted)
     if not lines and short == "is_nonzero":
         lines = _branches(function)
+    if isinstance(function, ast.Module) or not _begins(function, place.line):
+        # recording began inside: this is where the loop is, and what stands before it is over
+        lines = _in_loops(function, lines) or lines
     if len(lines) == 1:
         place.line, place.exact = lines[0], True
     elif lines:
@@ -202,17 +207,40 @@ def _source(file: str) -> tuple[list[str], ast.Module] | None:
         return None
 
 
-def _function_at(file: str, line: int) -> ast.AST | None:
-    """The function whose `def`, or first decorator, is in that line; the module for line 1 or 0."""
+def _function_at(file: str, line: int, name: str) -> ast.AST | None:
+    """The function whose `def`, or first decorator, is in that line, else the innermost of that name around it.
+
+    A frame that was there when recording began is told by the line it was in, not by its `def`.
+    """
     source = _source(file)
     if source is None:
         return None
-    for node in ast.walk(source[1]):
+    if name == "<module>":
+        return source[1]
+    around = None
+    for node in ast.walk(source[1]):  # outer ones come first
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if first <= line <= node.lineno:
+            if _begins(node, line):
                 return node
-    return source[1] if line <= 1 else None
+            if node.name == name and node.lineno <= line <= (node.end_lineno or node.lineno):
+                around = node
+    return around or (source[1] if line <= 1 else None)
+
+
+def _begins(function: ast.AST, line: int) -> bool:
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    return min([function.lineno, *(d.lineno for d in function.decorator_list)]) <= line <= function.lineno
+
+
+def _in_loops(function: ast.AST, lines: list[int]) -> list[int]:
+    """Those of the lines that stand in a loop."""
+    spans = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+    ]
+    return [line for line in lines if any(low <= line <= high for low, high in spans)]
 
 
 def ignored_rules(place: Place | None) -> set[str]:

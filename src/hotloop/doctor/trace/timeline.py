@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -34,6 +35,22 @@ _LOADER = (
     r"|(?i:^(?:data[ _-]?load(?:er|ing)?|(?:load|next|fetch)[ _-]?batch)$)"
 )
 _STEP = r"^ProfilerStep(?:#|\*)\s*\d*"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a program is while nobody records it, and its machine; None where that is unknown.
+
+    Attributes:
+        step_us: microseconds of a step. event_us: what recording adds to the host for each event.
+        mark_us: what it adds at the end of each step.
+        link_bytes_us: bytes a microsecond of a copy from pinned memory to the device.
+    """
+
+    step_us: float | None = None
+    event_us: float | None = None
+    mark_us: float | None = None
+    link_bytes_us: float | None = None
 
 
 class Timeline:
@@ -276,6 +293,27 @@ class Timeline:
             value = properties[0].get(key)
             return float(value) if isinstance(value, (int, float)) else None
         return None
+
+    @property
+    def pace(self) -> Pace:
+        """How fast the program was unrecorded, if whoever recorded it has put that into the header."""
+        given = self.header.get("hotloop")
+        values = given if isinstance(given, dict) else {}
+
+        def positive(key: str) -> float | None:
+            value = values.get(key)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < np.inf:
+                return None
+            return float(value)
+
+        return Pace(*(positive(key) for key in ("step_us", "event_us", "mark_us", "link_bytes_us")))
+
+    def recorded_within(self, begin: Floats, end: Floats) -> Ints:
+        """[intervals] host events that begin in each: operators, ranges, calls and Python frames."""
+        events = self.events
+        rows = events.rows(Category.OP, Category.ANNOTATION, Category.RUNTIME, Category.PYTHON)
+        starts = np.sort(events.start_us[rows])
+        return np.searchsorted(starts, end, side="right") - np.searchsorted(starts, begin, side="right")
 
     @property
     def rank(self) -> int | None:

@@ -68,7 +68,8 @@ def test_batches_cover_an_epoch_once():
     batches = list(loader)
     assert [len(b[0]) for b in batches] == [4] * 6 + [1]
     seen = torch.cat([b[1] for b in batches])
-    assert torch.equal(seen.sort().values, y) and not torch.equal(seen, y)
+    assert torch.equal(seen.sort().values, y)
+    assert not torch.equal(seen, y)
     assert torch.equal(torch.cat([b[0] for b in batches]), seen.float())
     assert len(ResidentLoader(x, 4, drop_last=True)) == 6
     plain = list(ResidentLoader(x, 10, shuffle=False))
@@ -129,10 +130,11 @@ def test_loader_attributes_tell_what_is_handed_out():
         assert loader.indices_of(loader.handed_out) == x.long().tolist()
         facts.append((loader.batch_samples, loader.at_last, loader.is_replay, loader.epoch))
     assert facts == [(4, False, False, 0), (4, False, False, 0), (2, True, False, 0)]
-    assert loader.epoch == 1 and not loader.live
+    assert loader.epoch == 1
+    assert not loader.live
     loader.skip(2)
     assert [len(x) for x in loader] == [2]
-    for x in loader:  # left early: the next loop is the next epoch
+    for _ in loader:  # left early: the next loop is the next epoch
         break
     assert loader.epoch == 3
     assert torch.equal(torch.cat(list(loader)), permutation(10, 1, 3, CPU).float())
@@ -151,11 +153,15 @@ def test_ranks_share_one_order(n):
     joined = []
     for a, b in zip(*orders, strict=True):
         joined += [s[0] for s in (a, b) if not s[3]]
-        assert a[1] + b[1] == a[2] == b[2] and a[4] == b[4] and a[5] == b[5]
+        assert a[1] + b[1] == a[2] == b[2]
+        assert a[4] == b[4]
+        assert a[5] == b[5]
     assert torch.equal(torch.cat(joined), permutation(n, 7, 0, CPU).float())
-    assert orders[0][-1][4] and not orders[0][0][4]
+    assert orders[0][-1][4]
+    assert not orders[0][0][4]
     if n == 17:
-        assert orders[1][-1][3] and orders[1][-1][1] == 0
+        assert orders[1][-1][3]
+        assert orders[1][-1][1] == 0
 
 
 def test_a_resumed_position_fits_other_ranks():
@@ -180,7 +186,8 @@ def test_alternating_flips_see_both_ways_in_two_epochs():
     index = torch.arange(200)
     plain = ResidentImages(x, dtype=torch.float64).cut(index, torch.tensor(0), 0, None)
     a, b, c = (source.cut(index, torch.tensor(e), 0, None) for e in range(3))
-    assert torch.equal(a, b.flip(-1)) and torch.equal(a, c)
+    assert torch.equal(a, b.flip(-1))
+    assert torch.equal(a, c)
     same = (a == plain).flatten(1).all(1)
     assert 60 < same.sum() < 140
     assert torch.equal(a[~same], plain[~same].flip(-1))
@@ -216,13 +223,15 @@ def test_cutout_jitter_and_targets():
     hole = (cut != plain).any(1)
     for one in hole:
         rows, columns = one.nonzero(as_tuple=True)
-        assert rows.max() - rows.min() < 4 and columns.max() - columns.min() < 4
+        assert rows.max() - rows.min() < 4
+        assert columns.max() - columns.min() < 4
     toned = ResidentImages(x, how=Augment(brightness=0.2, contrast=0.1)).cut(
         torch.arange(50), torch.tensor(0), 2, None
     )
     for a, b in zip(plain.double().flatten(1), toned.double().flatten(1), strict=True):
         c = (b.max() - b.min()) / (a.max() - a.min())
-        assert 0.9 <= c <= 1.1 and -0.2001 <= (b / c - a).mean() <= 0.2001
+        assert 0.9 <= c <= 1.1
+        assert -0.2001 <= (b / c - a).mean() <= 0.2001
         assert torch.allclose((a + (b / c - a).mean()) * c, b, atol=1e-5)
     y = torch.arange(50) % 7
     source = ResidentImages(x, y, classes=7, smoothing=0.1)
@@ -273,10 +282,12 @@ def test_windows_are_normalised_and_shortened_from_the_front():
     mean, std = data.mean(0), data.std(0)
     source = ResidentWindows(data, 8, torch.arange(40), mean=mean, std=std, dtype=torch.float16)
     x, y = source.cut(torch.tensor([4]), torch.tensor(0), 0, None)
-    assert x.shape == (1, 8, 5) and x.dtype == torch.float16
+    assert x.shape == (1, 8, 5)
+    assert x.dtype == torch.float16
     assert torch.allclose(x[0].float(), (data[4:12] - mean) / std, atol=2e-3)
     short, same = source.cut(torch.tensor([4]), torch.tensor(0), 0, 3)
-    assert torch.equal(short, x[:, -3:]) and torch.equal(same, y)
+    assert torch.equal(short, x[:, -3:])
+    assert torch.equal(same, y)
 
 
 def test_misuse_says_what_to_do():

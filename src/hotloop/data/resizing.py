@@ -16,7 +16,7 @@ from torch import nn
 
 from hotloop.errors import DataError
 
-__all__ = ["Resizing", "Stage", "refresh_norms", "resize_images"]
+__all__ = ["Resizing", "Stage", "cuts", "refresh_norms", "resize_images"]
 
 
 @dataclass(frozen=True)

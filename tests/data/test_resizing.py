@@ -1,0 +1,187 @@
+"""Progressive resizing: schedules, sizes, batches, rates; resized images and refreshed norms against torch's own."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hotloop
+from hotloop.data import (
+    ResidentImages,
+    ResidentLoader,
+    ResidentWindows,
+    Resizing,
+    refresh_norms,
+    resize_images,
+)
+from hotloop.errors import DataError
+from hotloop.optim import RateScheduler, constant, linear
+
+
+def images(n, size, g=None):
+    g = g or torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (n, size, size, 3), dtype=torch.uint8, generator=g)
+
+
+def test_stages_hold_where_the_schedule_says():
+    plan = Resizing([(1.5, 16), (1.0, 24), (2.0, 32)], batch_size=60, multiple=4)
+    assert [(plan.at(e).size, plan.at(e).batch_size) for e in (0, 1.499, 1.5, 2.4, 2.5, 99)] == [
+        (16, 240),
+        (16, 240),
+        (24, 104),
+        (24, 104),
+        (32, 60),
+        (32, 60),
+    ]
+    assert plan.epochs == 4.5
+
+
+@pytest.mark.parametrize(("cost", "batch"), [(2, 128), (1, 64), (0, 32)])
+def test_batches_grow_as_pixels_shrink_and_rates_follow(cost, batch):
+    for rate, factor in (("linear", batch / 32), ("sqrt", math.sqrt(batch / 32)), ("none", 1.0)):
+        first, last = Resizing([(1, 16), (1, 32)], batch_size=32, cost=cost, rate=rate).stages
+        assert first.batch_size == batch
+        assert first.rate == pytest.approx(factor)
+        assert (last.batch_size, last.rate) == (32, 1.0)
+    assert Resizing([(1, 8), (1, 32)], batch_size=32, most=100).stages[0].batch_size == 96
+
+
+def test_a_ramp_begins_waits_and_ends_as_told():
+    plan = Resizing.ramp(96, 128, 20, delay=0.5, finish=0.25, step=16, batch_size=8)
+    assert [(s.until, s.size) for s in plan.stages] == [(10.0, 96), (15.0, 112), (math.inf, 128)]
+    assert [s.size for s in Resizing.ramp(24, 28, 10, batch_size=8).stages] == [24, 28]
+
+
+def test_misuse_says_what_to_do():
+    with pytest.raises(DataError, match="pairs"):
+        Resizing([(0, 16)], batch_size=4)
+    with pytest.raises(DataError, match="valid values are"):
+        Resizing([(1, 16)], batch_size=4, rate="cubic")
+
+
+@pytest.mark.parametrize("size", [5, 17, 24, 32, 41])
+def test_resized_images_are_torchs_within_half_a_unit(size):
+    x = images(7, 32)
+    ours = resize_images(x, size, chunk=3)
+    theirs = F.interpolate(
+        x.permute(0, 3, 1, 2).double(), (size, size), mode="bilinear", antialias=True, align_corners=False
+    ).permute(0, 2, 3, 1)
+    assert (ours.double() - theirs).abs().max() <= 0.501
+    wide = torch.randint(0, 256, (2, 32, 48, 1), dtype=torch.uint8)
+    assert resize_images(wide, 16).shape == (2, 16, 24, 1)
+
+
+def test_the_loader_hands_out_what_the_schedule_says():
+    plan = Resizing([(1.5, 4), (1.0, 6), (1.0, 8)], batch_size=8, multiple=4)
+    loader = hotloop.Loop(record=False).prepare(
+        ResidentLoader(ResidentImages(images(64, 8), torch.arange(64)), resizing=plan, seed=2)
+    )
+    sizes, stages, seen = [], [], []
+    for _ in range(4):
+        assert len(loader) == sum(1 for _ in loader.source.cuts(0, 1))
+        ids = []
+        for x, y in loader:
+            assert x.shape[-1] == x.shape[-2] == loader.stage.size
+            sizes.append((loader.epoch, x.shape[-1], len(x)))
+            stages.append(loader.stage)
+            ids.append(y)
+        seen.append(torch.cat(ids))
+    assert all(torch.equal(s.sort().values, torch.arange(64)) for s in seen)
+    assert sizes == [
+        *[(0, 4, 32)] * 2,
+        (1, 4, 32),
+        *[(1, 6, 12)] * 2,
+        (1, 6, 8),
+        *[(2, 6, 12)] * 3,
+        *[(2, 8, 8)] * 3,
+        (2, 8, 4),
+        *[(3, 8, 8)] * 8,
+    ]
+    assert stages == plan.batches(64, 4)
+
+
+def test_a_run_is_resumed_in_the_middle_of_a_stage():
+    def make():
+        plan = Resizing([(1, 4), (1, 8)], batch_size=4)
+        source = ResidentImages(images(40, 8), torch.arange(40))
+        return hotloop.Loop(record=False).prepare(ResidentLoader(source, resizing=plan, seed=2))
+
+    loader, whole = make(), []
+    for _ in range(2):
+        whole += list(loader)
+    loader, again = make(), []
+    for x in loader:
+        again.append(x)
+        if len(again) == 2:
+            break
+    loader, fresh = make(), loader
+    loader.load_state_dict(fresh.state_dict())
+    # left in the middle, the next epoch comes; a state taken inside goes on inside
+    inside = make()
+    running = iter(inside)
+    next(running), next(running)
+    state = inside.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    rest = list(other) + list(other)
+    assert all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(whole[2:], rest, strict=True)
+    )
+
+
+def test_short_contexts_first():
+    plan = Resizing([(1, 4), (1, 8)], batch_size=3, cost=1, multiple=1, rate="none")
+    source = ResidentWindows(torch.arange(60.0)[:, None], 8, torch.arange(60))
+    loader = ResidentLoader(source, resizing=plan, seed=2)
+    shapes = []
+    for _ in range(2):
+        for x, y in loader:
+            shapes.append(tuple(x.shape[:2]))
+            assert torch.equal(x[:, -1, 0].long(), y)
+    assert len(source) == 53
+    assert shapes == [*[(6, 4)] * 8, (5, 4), *[(3, 8)] * 17, (2, 8)]
+
+
+def test_rates_in_samples_follow_the_batches():
+    plan = Resizing([(1, 4), (1, 8)], batch_size=4, multiple=1)
+    batches = plan.batches(32)
+    assert [b.batch_size for b in batches] == [16] * 2 + [4] * 8
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    size = [b.batch_size for b in batches]
+    whole = RateScheduler(
+        optimizer, linear(1.0, 0.0, 64, unit="samples"), per_step=lambda k: size[min(k, len(size) - 1)]
+    )
+    found = []
+    for k in range(len(batches)):
+        found.append(whole.get_last_lr()[0] * batches[k].rate)
+        optimizer.step()
+        whole.step()
+    assert found == pytest.approx([4.0, 3.0, *[1 - (32 + 4 * i) / 64 for i in range(8)]])
+    assert constant(1.0)(3) == 1.0
+
+
+def test_norms_are_refreshed_as_torchs_own_helper_does():
+    torch.manual_seed(0)
+
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4)
+        )
+
+    ours, theirs = make().train(), make().train()
+    batches = [torch.randn(6, 3, 9, 9) * (k + 1) for k in range(4)]
+    torch.optim.swa_utils.update_bn(batches, theirs[:2])
+    assert refresh_norms(ours, batches) == 4
+    assert torch.equal(ours[1].running_mean, theirs[1].running_mean)
+    assert torch.equal(ours[1].running_var, theirs[1].running_var)
+    assert ours[1].momentum == ours[4].momentum == 0.1
+    assert all(m.training for m in ours.modules())
+    seen = []
+    hook = ours[3].register_forward_hook(lambda _m, _i, out: seen.append(out.mean((0, 2, 3))))
+    refresh_norms(ours, [(b, None) for b in batches])
+    hook.remove()
+    assert torch.allclose(ours[4].running_mean, torch.stack(seen).mean(0), atol=1e-6)
+    assert refresh_norms(nn.Linear(2, 2), iter(())) == 0

@@ -9,7 +9,7 @@ from hotloop.optim.masters import MasterPairs, add_masters, masters_of
 from hotloop.optim.muon import Muon
 from hotloop.optim.orthogonal import orthogonalise
 from hotloop.optim.range_test import RangeTest, Sweep, judge_range
-from hotloop.optim.rate_finder import find_rate, put_rate
+from hotloop.optim.rate_finder import find_rate, proportions_of, put_rate
 from hotloop.optim.rate_scheduler import RateScheduler
 from hotloop.optim.rates import (
     Piece,
@@ -30,6 +30,7 @@ from hotloop.optim.resident import ResidentOptimizer
 from hotloop.optim.sgd import SGD
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
 from hotloop.optim.skipping import MaskedStep, choose_route, device_settings, prefer_fused, takes_device_rate
+from hotloop.optim.takeover import Takeover, TestOver
 
 __all__ = [
     "EMA",
@@ -49,6 +50,8 @@ __all__ = [
     "ResidentOptimizer",
     "ShadowSchedule",
     "Sweep",
+    "Takeover",
+    "TestOver",
     "add_masters",
     "as_real_dense",
     "choose_route",
@@ -72,6 +75,7 @@ __all__ = [
     "orthogonalise",
     "piecewise",
     "prefer_fused",
+    "proportions_of",
     "put_rate",
     "split_matrices",
     "takes_device_rate",

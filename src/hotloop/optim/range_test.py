@@ -135,10 +135,13 @@ class RangeTest:
         }
 
     def _parts(self) -> tuple[list[Curve], list[Mark]]:
-        shown = [s for s in self.smoothed if math.isfinite(s)]
-        top = max([*shown, *self.losses[: _FEWEST // 2]], default=0.0)
+        shown = [s for s in self.smoothed if math.isfinite(s)] or [0.0]
+        # what exploded would flatten all the rest
+        low, first = min(shown), max(shown[:_FEWEST])
+        top = first + max(first - low, 0.1 * abs(first)) if self.diverged is not None else max(shown)
+        smoothed = tuple(min(s, top) for s in self.smoothed)
         raw = tuple(loss if loss <= top else math.nan for loss in self.losses)
-        curves = [Curve("smoothed", self.rates, self.smoothed), Curve("loss", self.rates, raw)]
+        curves = [Curve("smoothed", self.rates, smoothed), Curve("loss", self.rates, raw)]
         found = [("steepest", self.steepest), ("valley", self.valley)]
         return curves, [Mark(name, x) for name, x in found if x is not None]
 

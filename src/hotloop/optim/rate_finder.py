@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hotloop.errors import NonFiniteError, SettingError
 from hotloop.optim.range_test import RangeTest, Sweep
 
-__all__ = ["find_rate", "put_rate"]
+__all__ = ["find_rate", "proportions_of", "put_rate"]
 
 
 class _Trains(Protocol):
@@ -68,7 +68,7 @@ def find_rate(
     if (step is None) == (model is None or loss is None):
         raise SettingError("find_rate needs either model and loss, or step")
     sweep = Sweep(low, high, steps, smoothing, stop)
-    proportions = _proportions(optimizer)
+    proportions = proportions_of(optimizer)
     ended = ""
     with loop._trial():
         if model is not None:
@@ -111,7 +111,7 @@ def put_rate(optimizer: Optimizer, rates: list[float]) -> None:
             group["lr"] = rate
 
 
-def _proportions(optimizer: Optimizer) -> list[float]:
+def proportions_of(optimizer: Optimizer) -> list[float]:
     """Each group's learning rate as a share of the highest; a schedule that begins at 0 counts by what it leads to."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     highest = max(rates)

@@ -1,0 +1,114 @@
+"""`hotloop lr-find`: which learning rate a script should train with, from a range test on its own loop."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from hotloop.cli.launch import split_arguments
+from hotloop.cli.publish import publish_text
+from hotloop.cli.verb import Verb
+from hotloop.errors import HotloopError
+
+__all__ = ["VERB"]
+
+_SUMMARY = "find a script's learning rate: a few steps with growing rates, a curve, suggestions"
+_USAGE = """hotloop lr-find [options] SCRIPT.py [ARGUMENT ...]
+       hotloop lr-find [options] -m MODULE [ARGUMENT ...]"""
+_EPILOG = """SCRIPT is run unchanged, with a Loop or with plain PyTorch, until the test has seen enough, and then ended.
+Its first optimizer's learning rate grows by the same factor each step; its schedule is overruled. Nothing is
+recorded, steps are not captured, and what the script prints goes to stderr. Groups with other rates keep their
+proportion.
+
+`steepest` is where the loss falls fastest, `valley` the middle of its longest fall: a careful choice. The exit status
+is 0 with a suggestion, 1 without one (no rate lowers the loss, or all blow it up), else that of the script that failed.
+
+examples:
+  hotloop lr-find train.py --epochs 1
+  hotloop lr-find --low 1e-5 --high 1 --steps 200 --html rates.html train.py
+  hotloop lr-find --json -m project.train | jq .valley"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hotloop lr-find",
+        usage=_USAGE,
+        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-m", "--module", metavar="MODULE", help="run a module instead of a script, as `python -m` does")
+    add("--low", type=float, default=1e-7, metavar="RATE", help="first rate (default: 1e-7)")
+    add("--high", type=float, default=10.0, metavar="RATE", help="last rate (default: 10)")
+    add("--steps", type=int, default=100, metavar="N", help="steps from low to high (default: 100)")
+    add("--smoothing", type=float, default=0.9, metavar="SHARE",
+        help="of the running mean of the loss kept at each step (default: 0.9)")  # fmt: skip
+    add("--stop", type=float, default=4.0, metavar="TIMES",
+        help="end once the smoothed loss is this many times its lowest value (default: 4)")  # fmt: skip
+    add("--optimizer", type=int, default=0, metavar="N",
+        help="which one, in the order of their first steps, of a script with several (default: 0)")  # fmt: skip
+    add("--html", metavar="FILE", help="also write a page with the curve, for a browser")
+    add("--json", action="store_true", help="print it machine-readable")
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    own, rest = split_arguments(arguments, parser)
+    options = parser.parse_args(own)
+    if options.module is None and not rest:
+        parser.error("there is no SCRIPT to run")
+    from hotloop.doctor.live.script import run_script
+    from hotloop.optim import Sweep, Takeover, TestOver
+
+    target = options.module if options.module is not None else rest.pop(0)
+    sweep = Sweep(options.low, options.high, options.steps, options.smoothing, options.stop)
+    status = 0
+    with (
+        _plain_runs(),
+        contextlib.redirect_stdout(sys.stderr),
+        Takeover(sweep, options.optimizer) as takeover,
+        contextlib.suppress(TestOver),
+    ):
+        status = run_script(target, rest, module=options.module is not None, passes=(TestOver,))
+    sys.stderr.flush()
+    if status and not sweep.over:
+        return status
+    if not takeover.steps and not sweep.over:
+        several = f": it has {takeover.optimizers} of them" if takeover.optimizers else ""
+        raise HotloopError(
+            f"{target} made no step of a torch optimizer number {options.optimizer} to take over{several}"
+        )
+    found = takeover.result()
+    if options.html:
+        publish_text(options.html, found.html(f"learning rate range test of {target}"))
+    print(json.dumps(found.as_dict(), indent=2, allow_nan=False) if options.json else found)
+    return 0 if found.suggestion is not None else 1
+
+
+@contextlib.contextmanager
+def _plain_runs() -> Iterator[None]:
+    """Loops in the script keep no record, run captured steps eagerly and let a loss explode."""
+    wanted = "capture=off,record=false,nonfinite=ignore"
+    names = ("HOTLOOP_OVERRIDE", "HOTLOOP_PROGRESS")
+    before = {name: os.environ.get(name) for name in names}
+    given = before["HOTLOOP_OVERRIDE"]
+    os.environ["HOTLOOP_OVERRIDE"] = f"{given},{wanted}" if given else wanted
+    os.environ["HOTLOOP_PROGRESS"] = "0"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+VERB = Verb("lr-find", _SUMMARY, _run)

@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotloop.cli.launch import split_arguments
+from hotloop.cli.publish import publish_text
 from hotloop.cli.verb import Verb
 from hotloop.errors import HotloopError
 
@@ -106,9 +106,9 @@ def _run(arguments: list[str]) -> int:
     trace = _read(rest[0])
     facts = report.gather_facts(trace)
     if options.html:
-        _write(options.html, report.make_html(trace, facts))
+        publish_text(options.html, report.make_html(trace, facts))
     if options.overlay:
-        _write(options.overlay, report.make_overlay(trace))
+        publish_text(options.overlay, report.make_overlay(trace))
     if options.against:
         comparison = report.compare_facts(facts, report.gather_facts(_read(options.against)))
         print(_dump(comparison) if options.json else report.format_comparison(comparison))
@@ -147,9 +147,9 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
         return watched.status
     facts = report.gather_facts(watched.trace)
     if options.html:
-        _write(options.html, report.make_html(watched.trace, facts))
+        publish_text(options.html, report.make_html(watched.trace, facts))
     if options.overlay:
-        _write(options.overlay, report.make_overlay(watched.trace))
+        publish_text(options.overlay, report.make_overlay(watched.trace))
     print(_dump(facts) if options.json else report.format_page(facts), file=sys.stderr)
     return watched.status
 
@@ -238,21 +238,6 @@ def _colours() -> bool:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False)
-
-
-def _write(name: str, text: str) -> None:
-    """Write under a temporary name, then publish: no half-written page is taken for a whole one."""
-    path = Path(name)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise HotloopError(f"{name} cannot be written: {error.strerror or error}") from error
 
 
 VERB = Verb("doctor", _SUMMARY, _run)

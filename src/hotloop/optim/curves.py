@@ -86,9 +86,9 @@ def draw_text(
     """The curves in braille dots (2 by 4 to a character) with their range on both axes; marks are named below.
 
     >>> print(draw_text([Curve("a", (0.0, 1.0), (0.0, 1.0))], width=18, height=2))
-      1  ⣀⠤⠒⠉
-      0⣀⠤⠒⠉
-       0   1
+      1  ⡠⠊
+      0⡠⠊
+       0  1
     """
     frame = _frame(curves, log_x)
     if frame is None:

@@ -13,8 +13,10 @@ from hotloop.state import ResidentState
 class Rerun:
     """A recording that runs the function again on the same inputs, and writes into the same outputs."""
 
-    def __init__(self, recorder, work, outputs, tape):
+    def __init__(self, recorder, work, before, outputs, tape):
         self.recorder, self.work, self.outputs, self.tape = recorder, work, outputs, tape
+        # a graph adds to the gradients that were there when it was recorded, whatever Python has there now
+        self.before = before
         # a graph writes its gradients to the same memory at each replay
         self.gradients = [(p, p.grad) for u in recorder.updates() for p in u.parameters()]
 
@@ -25,6 +27,8 @@ class Rerun:
         # the effects of the recording stay those that it was made with
         self.tape.clear()
         state.tape = window.tape = self.tape
+        for p, grad in self.before:
+            p.grad = grad
         try:
             result = self.work()
         finally:
@@ -63,8 +67,9 @@ class RerunRecorder:
 
     def record(self, work, generators=()):
         self.generators = list(generators)
+        before = [(p, p.grad) for u in self.updates() for p in u.parameters()]
         result = work()
-        recording = Rerun(self, work, result, self.state.tape)
+        recording = Rerun(self, work, before, result, self.state.tape)
         self.pool.append(recording)
         return recording, result
 

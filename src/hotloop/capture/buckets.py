@@ -26,7 +26,7 @@ class Buckets:
 
     Attributes:
         dim: the dimension whose length varies; a tensor without it is left as it is.
-        pad: the value put into the padding: one for all tensor arguments, or one for each in order.
+        pad: the value put into the padding: one for all arguments, or one for each that is padded, in order.
         most: at most so many lengths are used.
         mask: name of an argument of the step by which it is given which positions are real: a bool tensor
             [length] that is True at the first ones. None if it takes none.
@@ -137,7 +137,7 @@ class Padding:
     def pad(self, leaves: Sequence[Any], length: int, to: int) -> list[Any]:
         """New tensors padded from `length` to `to`, and the mask behind them if there is one."""
         padded: list[Any] = []
-        values = self._values(leaves)
+        values = self._values(leaves, length)
         for leaf, value in zip(leaves, values, strict=True):
             if not self._is_padded(leaf, length) or length == to:
                 padded.append(leaf)
@@ -155,7 +155,7 @@ class Padding:
     def fill(self, statics: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], length: int) -> None:
         """Write `tensors` and the padding behind them, and the mask, into `statics`, which are of one longer length."""
         dim = self.buckets.dim
-        values = self._values(tensors)
+        values = self._values(tensors, length)
         for static, tensor, value in zip(statics, tensors, values, strict=False):
             if not self._is_padded(tensor, length):
                 static.copy_(tensor, non_blocking=True)
@@ -179,17 +179,17 @@ class Padding:
         dim = self.buckets.dim
         return isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.size(dim) == length
 
-    def _values(self, leaves: Sequence[Any]) -> list[float]:
+    def _values(self, leaves: Sequence[Any], length: int) -> list[float]:
         pad = self.buckets.pad
         if not isinstance(pad, tuple):
             return [pad] * len(leaves)
         values = iter(pad)
         found: list[float] = []
         for leaf in leaves:
-            value = next(values, None) if isinstance(leaf, torch.Tensor) else 0
+            value = next(values, None) if self._is_padded(leaf, length) else 0
             if value is None:
                 raise SettingError(
-                    f"Buckets(pad={pad}): the step has more tensor arguments than values to pad them with"
+                    f"Buckets(pad={pad}): more arguments of the step are padded than there are values for"
                 )
             found.append(value)
         return found

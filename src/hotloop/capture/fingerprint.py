@@ -42,8 +42,9 @@ class Fingerprint:
     Args:
         function: the step.
         modules: prepared modules; others are found through the function's closure and globals.
-        optimizers: prepared optimizers.
+        optimizers: prepared optimizers whose settings may be frozen.
         skip: objects that are not looked into (the loop itself).
+        parameters: further parameters that may get gradients.
 
     Attributes:
         parameters: of the modules, then those that only an optimizer holds.
@@ -58,6 +59,7 @@ class Fingerprint:
         modules: Iterable[nn.Module],
         optimizers: Iterable[Any],
         skip: Iterable[Any] = (),
+        parameters: Iterable[torch.Tensor] = (),
     ) -> None:
         self._names: list[str] = []
         self._getters: list[Callable[[], Any]] = []
@@ -70,9 +72,9 @@ class Fingerprint:
         self._hooks_id = -1
         self._hook_counts: tuple[int, ...] = ()
         self._hook_tables: list[Any] = []
-        modules = list(modules)
-        self._read = _names_read(function, modules)
-        for i, module in enumerate(modules):
+        roots = list(modules)
+        self._read = _names_read(function, roots)
+        for i, module in enumerate(roots):
             self._add_module(f"module {i}" if i else "the module", module)
         self._add_function(function, 0)
         self._held = [m._parameters for m in self.modules if m._parameters]
@@ -86,7 +88,7 @@ class Fingerprint:
                 self._places.add_all(group)
         groups = [group["params"] for o in self._optimizers for group in o.param_groups]
         self.parameters: list[torch.Tensor] = list(
-            dict.fromkeys(itertools.chain(self._live_parameters(), *groups))
+            dict.fromkeys(itertools.chain(self._live_parameters(), *groups, parameters))
         )
         self._add("a parameter", lambda: list(map(id, self._live_parameters())))
         self._add("requires_grad of a parameter", self._learning)
@@ -94,17 +96,18 @@ class Fingerprint:
         self._add("grad mode", torch.is_grad_enabled)
         self._add("autocast", _autocast)
         self._add("a module's hooks", self._hook_count)
+        groups += [[*root.parameters()] for root in roots] + [self.parameters]
         learning = [[p for p in group if p.requires_grad] for group in groups]
-        self._probes = list(dict.fromkeys(p for g in learning if g for p in (g[0], g[len(g) // 2], g[-1])))
+        self._probes = list(dict.fromkeys(p for g in learning if g for p in (g[0], g[-1])))
         self._turn = 0
         self.remember()
 
     def remember(self) -> None:
         """What is there now is what `unchanged` compares with."""
-        self._places.remember()
         self._registrations = count_registrations()
         self._known_hooks_id = RemovableHandle.next_id
         self._hook_count()
+        self._places.remember()
         self._known_learning = self._learning()
         self._known_parts = [list(held.values()) for held in self._held]
         self._known_modes = (torch.is_grad_enabled(), _autocast())
@@ -135,7 +138,7 @@ class Fingerprint:
         return self._learning() == self._known_learning and self._same_addresses()
 
     def gradients_wait(self) -> bool:
-        """Whether gradients lie in the parameters, as far as the first, middle and last of each group show."""
+        """Whether gradients lie in the parameters, as far as the first and last of each module and group show."""
         return any(p.grad is not None for p in self._probes)
 
     def take(self) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hotloop.capture.fingerprint import Fingerprint
@@ -22,7 +23,7 @@ class Frozen:
     Args:
         function: the step.
         name: what it is called in lines.
-        modules, optimizers: give the prepared ones.
+        modules, optimizers, parameters: give the prepared ones.
         skip: objects that are not looked into.
 
     Attributes:
@@ -39,9 +40,12 @@ class Frozen:
         name: str,
         modules: Callable[[], Iterable[nn.Module]],
         optimizers: Callable[[], Iterable[Any]],
+        parameters: Callable[[], Iterable[torch.Tensor]],
         skip: Iterable[Any],
     ) -> None:
-        self._look: Callable[[], Fingerprint] = lambda: Fingerprint(function, modules(), optimizers(), skip)
+        self._look: Callable[[], Fingerprint] = lambda: Fingerprint(
+            function, modules(), optimizers(), skip, parameters()
+        )
         self._name = name
         self._known: list[list[Any]] = []
         self._changes: dict[str, int] = {}

@@ -46,7 +46,10 @@ class StepHost(Protocol):
         """Prepared modules."""
 
     def optimizers(self) -> list[Any]:
-        """Prepared optimizers."""
+        """Prepared optimizers whose steps are recorded."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Parameters of all prepared optimizers."""
 
     def recorder(self) -> Recorder | None:
         """What records on this device; None where nothing can."""
@@ -118,7 +121,7 @@ class CapturedStep:
         self._clone = outputs == "clone"
         self._padding = Padding(buckets) if buckets is not None else None
         self._check_every = check_every
-        self._frozen = Frozen(function, self.name, host.modules, host.optimizers, [host])
+        self._frozen = Frozen(function, self.name, host.modules, host.optimizers, host.parameters, [host])
         # entries of the state that everything frozen is in, by what distinguishes them in the usual call
         self._usual: dict[Any, Entry] = {}
         self._usual_state = -1

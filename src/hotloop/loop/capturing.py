@@ -69,6 +69,10 @@ class LoopHost:
             u.optimizer for u in self._preparer.updates if isinstance(u, ResidentUpdates) and u.recordable()
         ]
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Parameters of all prepared optimizers."""
+        return [p for updates in self._preparer.updates for p in updates.parameters()]
+
     def recorder(self) -> Recorder | None:
         """CUDA graphs on a CUDA device and one process; None elsewhere."""
         if self.device.type != "cuda" or not isinstance(self._state, ResidentState):

@@ -348,6 +348,7 @@ class ResidentUpdates(Updates):
         self.state = state
         self.verdict = state.new_verdict()
         self.issued = 0
+        self._behind = False
         self.host_schedule = False
         self.watching = state.watching or state.scale is not None
         # an fp16 overflow is skipped whatever is asked about non-finite losses
@@ -383,6 +384,7 @@ class ResidentUpdates(Updates):
         if state.tape is not None and not self.recordable():
             # the graph ends with the gradients; this optimizer steps eagerly after each replay
             result = None
+            self._behind = True
             state.tape.append(self._make_step)
         else:
             result = self._make_step()
@@ -413,10 +415,12 @@ class ResidentUpdates(Updates):
                 self._zero(set_to_none)
             else:
                 super().zero_grad(set_to_none)
-        elif not self.recordable():
-            tape.append(lambda: self._zero(set_to_none))
         elif self.pending == 0:
-            self._zero(set_to_none)
+            if self._behind:
+                # the step that is made after the replay reads them
+                tape.append(lambda: self._zero(set_to_none))
+            else:
+                self._zero(set_to_none)
 
     def recordable(self) -> bool:
         """Whether the step can be recorded: state and learning rate are on the device, nothing moves on the host."""
@@ -429,6 +433,7 @@ class ResidentUpdates(Updates):
     def put_host_marks(self, marks: int) -> None:
         """Put `host_marks` back."""
         self.pending = marks
+        self._behind = False
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.

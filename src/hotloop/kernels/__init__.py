@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
     from hotloop.kernels.layer_norm import layer_norm, layer_norm_eager
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
+    from hotloop.kernels.registry import RegisteredKernel, register
     from hotloop.kernels.tables import Tables
 
 __all__ = [
+    "RegisteredKernel",
     "Tables",
     "adamw_eager",
     "adamw_runs_on",
@@ -27,6 +29,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_eager",
     "linear_cross_entropy",
+    "register",
     "rewrite",
     "scale_all",
 ]
@@ -34,6 +37,7 @@ __all__ = [
 __getattr__ = deferred(
     __name__,
     {
+        "RegisteredKernel": "hotloop.kernels.registry",
         "Tables": "hotloop.kernels.tables",
         "adamw_eager": "hotloop.kernels.adamw",
         "adamw_runs_on": "hotloop.kernels.adamw",
@@ -47,6 +51,7 @@ __getattr__ = deferred(
         "layer_norm": "hotloop.kernels.layer_norm",
         "layer_norm_eager": "hotloop.kernels.layer_norm",
         "linear_cross_entropy": "hotloop.kernels.cross_entropy",
+        "register": "hotloop.kernels.registry",
         "rewrite": "hotloop.kernels.fusion",
         "scale_all": "hotloop.kernels.norms",
     },

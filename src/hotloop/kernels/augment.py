@@ -99,12 +99,12 @@ def augment(
         epoch: int64, 0-d or [B], on the same device: read there, so that a captured step need not be recorded anew.
         seed: 64-bit key of the random numbers.
         dtype: of the result; arithmetic is float32.
-        eager: use the twin; it is used anyway where there is no CUDA device.
+        eager: use the twin; it is used anyway where Triton runs no programs.
 
     Returns:
         [B, C, H, W] in channels-last memory.
     """
-    if eager or not images.is_cuda:
+    if eager or not _runs_on(images.device):
         return augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
     return _launch(images, None, indices, epoch, how, seed, dtype, 0, 0.0)[0]
 
@@ -129,7 +129,7 @@ def augment_labelled(
         classes: 0 for targets that are `labels[indices]`; else they are float32 [B, classes], 1 - smoothing at the
             label and smoothing / classes more everywhere (Szegedy et al. 2016).
     """
-    if eager or not images.is_cuda:
+    if eager or not _runs_on(images.device):
         x = augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
         return x, targets_eager(labels, indices, classes, smoothing)
     return _launch(images, labels, indices, epoch, how, seed, dtype, classes, smoothing)
@@ -257,3 +257,9 @@ def _affine(how: Augment, channels: int, device: torch.device) -> tuple[torch.Te
     scale = [1 / (255 * s) for s in std]
     shift = [m / s for m, s in zip(mean, std, strict=True)]
     return torch.tensor(scale, device=device), torch.tensor(shift, device=device)
+
+
+def _runs_on(device: torch.device) -> bool:
+    from hotloop.kernels.language import runs_on  # loads Triton
+
+    return runs_on(device)

@@ -36,13 +36,14 @@ def pooled_norm_silu(
         x: [N, C, H, W], float16, bfloat16 or float32; C a multiple of 64 for the kernel.
         bias, running_mean, running_var: float32 [C]; the running ones are updated when `training`.
         momentum: share of the new in the running statistics, as torch has it.
-        eager: use the twin; it is used anyway where there is no CUDA device, and for other C.
+        eager: use the twin; it is used anyway where Triton runs no programs, for other C, and for gradients in
+            evaluation.
 
     Returns:
         [N, C, H // 2, W // 2] (or H, W), of x's dtype.
     """
     C = x.shape[1]
-    if eager or not x.is_cuda or C % 64:
+    if eager or C % 64 or not _runs_on(x.device) or (not training and _learns(x, bias)):
         return pooled_norm_silu_eager(
             x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps
         )
@@ -172,3 +173,13 @@ def _infer(
         x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _BP, _BC
     )
     return out
+
+
+def _runs_on(device: torch.device) -> bool:
+    from hotloop.kernels.language import runs_on  # loads Triton
+
+    return runs_on(device)
+
+
+def _learns(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

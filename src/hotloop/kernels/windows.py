@@ -28,12 +28,12 @@ def cut_windows(
         starts: int64 [B] on the same device, each at most N - length (not checked: that would wait for the device).
         mean, scale: float32 [F]; the result is (x - mean) * scale. Both or none.
         dtype: of the result; data's own by default.
-        eager: use the twin; it is used anyway where there is no CUDA device.
+        eager: use the twin; it is used anyway where Triton runs no programs.
 
     Returns:
         [B, length, F].
     """
-    if eager or not data.is_cuda:
+    if eager or not _runs_on(data.device):
         return cut_windows_eager(data, starts, length, mean=mean, scale=scale, dtype=dtype)
     from hotloop.kernels.programs.windows import windows_kernel
 
@@ -63,3 +63,9 @@ def cut_windows_eager(
     if mean is not None and scale is not None:
         found = (found.float() - mean) * scale
     return found.to(dtype or data.dtype)
+
+
+def _runs_on(device: torch.device) -> bool:
+    from hotloop.kernels.language import runs_on  # loads Triton
+
+    return runs_on(device)

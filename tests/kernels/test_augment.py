@@ -1,0 +1,83 @@
+"""The augmentation's twin and the window cutter; their programs against the twins where Triton runs them."""
+
+import itertools
+
+import pytest
+import torch
+
+from hotloop.errors import KernelError
+from hotloop.kernels.augment import Augment, augment, augment_eager, augment_labelled, targets_eager
+from hotloop.kernels.language import runs_on
+from hotloop.kernels.windows import cut_windows, cut_windows_eager
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+programs = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no programs here")
+# its interpreter on the CPU cuts bfloat16 off instead of rounding
+ROUNDS = [torch.bfloat16] if DEVICE.type == "cuda" else []
+
+WAYS = list(itertools.product(("reflect", "zero"), ("none", "random", "alternating"), (0, 3), (0.0, 0.14)))
+
+
+def images(n, *size):
+    return torch.randint(0, 256, (n, *size), dtype=torch.uint8, device=DEVICE)
+
+
+@programs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *ROUNDS])
+@pytest.mark.parametrize("shape", [(8, 8, 3), (9, 7, 1)])
+def test_the_program_gives_the_twins_bits(shape, dtype):
+    x, y = images(40, *shape), torch.randint(0, 10, (40,), device=DEVICE)
+    index = torch.randint(0, 40, (6,), device=DEVICE)
+    for each, (padding, flip, cutout, tone) in itertools.product((False, True), WAYS):
+        how = Augment(2, padding, flip, cutout, tone, tone * 0.9, (0.49,), (0.24,))
+        epoch = torch.randint(0, 9, (6,) if each else (), device=DEVICE)
+        ours, targets = augment_labelled(
+            x, y, index, epoch, how, seed=2**60 + 7, dtype=dtype, classes=10, smoothing=0.1
+        )
+        assert torch.equal(ours, augment_eager(x, index, epoch, how, seed=2**60 + 7, dtype=dtype))
+        assert torch.equal(targets, targets_eager(y, index, 10, 0.1))
+    assert torch.equal(augment_labelled(x, y, index, epoch, how, seed=1)[1], y[index])
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+@programs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *ROUNDS])
+def test_windows_are_the_twins_to_the_bit(dtype):
+    data = torch.randn(300, 7, device=DEVICE)
+    starts = torch.randint(0, 300 - 190, (5,), device=DEVICE)
+    mean, scale = data.mean(0), data.std(0).reciprocal()
+    for given in ({}, {"mean": mean, "scale": scale}):
+        for length in (1, 190):
+            ours = cut_windows(data, starts, length, dtype=dtype, **given)
+            assert torch.equal(ours, cut_windows_eager(data, starts, length, dtype=dtype, **given))
+
+
+def test_what_a_sample_becomes_does_not_depend_on_its_batch():
+    x = images(50, 8, 8, 3)
+    how = Augment(2, "reflect", "random", 2, 0.1, 0.1)
+    index, epoch = torch.arange(50, device=DEVICE), torch.tensor(4, device=DEVICE)
+    whole = augment(x, index, epoch, how, seed=5)
+    turned = augment(x, index.flip(0), epoch, how, seed=5).flip(0)
+    alone = torch.cat([augment(x, index[i : i + 1], epoch, how, seed=5) for i in range(50)])
+    assert torch.equal(whole, turned)
+    assert torch.equal(whole, alone)
+    mixed = augment(x, index, torch.where(index < 25, 4, 5), how, seed=5)
+    assert torch.equal(mixed[:25], whole[:25])
+    assert not torch.equal(mixed[25:], whole[25:])
+
+
+def test_unknown_words_and_wrong_channels_are_named():
+    with pytest.raises(KernelError, match="valid values are: none, random, alternating"):
+        Augment(flip="sometimes")
+    with pytest.raises(KernelError, match="reflect, zero"):
+        Augment(padding="edge")
+    with pytest.raises(KernelError, match="counts"):
+        Augment(cutout=-1)
+    with pytest.raises(KernelError, match="2 means"):
+        augment(
+            images(2, 4, 4, 3),
+            torch.zeros(1, dtype=torch.int64, device=DEVICE),
+            torch.zeros((), dtype=torch.int64, device=DEVICE),
+            Augment(mean=(0.0, 0.0)),
+            seed=0,
+        )

@@ -1,0 +1,62 @@
+"""Pooling, batch norm and SiLU: the twin against torch's modules, the programs against the twin."""
+
+import pytest
+import torch
+from torch import nn
+
+from hotloop.kernels.language import runs_on
+from hotloop.kernels.pooled_norm import pooled_norm_silu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+programs = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no programs here")
+
+
+def run(pool, shape, dtype, eager, training=True):
+    g = torch.Generator().manual_seed(0)
+    C = shape[1]
+    x = (
+        (torch.randn(shape, generator=g) * 2 + 1.5)
+        .to(DEVICE, dtype)
+        .contiguous(memory_format=torch.channels_last)
+    )
+    bias = torch.randn(C, generator=g).to(DEVICE).requires_grad_(training)
+    mean, var = torch.randn(C, generator=g).to(DEVICE), torch.rand(C, generator=g).to(DEVICE) + 0.5
+    x.requires_grad_(training)
+    out = pooled_norm_silu(x, bias, mean, var, pool=pool, training=training, momentum=0.4, eager=eager)
+    if training:
+        out.backward(torch.randn(out.shape, generator=g).to(DEVICE, dtype))
+    return {"out": out.detach(), "x": x.grad, "bias": bias.grad, "mean": mean, "var": var}
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_the_twin_is_torchs_modules(pool):
+    found = run(pool, (3, 64, 7, 5), torch.float32, True)
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(3, 64, 7, 5, generator=g) * 2 + 1.5).requires_grad_()
+    norm = nn.BatchNorm2d(64, momentum=0.4)
+    norm.bias.data = torch.randn(64, generator=g)
+    norm.running_mean, norm.running_var = torch.randn(64, generator=g), torch.rand(64, generator=g) + 0.5
+    out = nn.SiLU()(norm(nn.MaxPool2d(2)(x) if pool else x))
+    out.backward(torch.randn(out.shape, generator=g))
+    for name, wanted in (
+        ("out", out),
+        ("x", x.grad),
+        ("bias", norm.bias.grad),
+        ("mean", norm.running_mean),
+        ("var", norm.running_var),
+    ):
+        assert torch.allclose(found[name].cpu(), wanted, rtol=1e-4, atol=2e-5), name
+
+
+@programs
+@pytest.mark.parametrize("pool", [True, False])
+@pytest.mark.parametrize("shape", [(3, 64, 7, 7), (2, 64, 6, 5), (2, 192, 4, 4), (300, 64, 3, 3)])
+def test_the_programs_are_the_twin_within_rounding(shape, pool):
+    for dtype, bound in ((torch.float32, 2e-5), (torch.float16, 2e-3)):
+        ours, twin = run(pool, shape, dtype, False), run(pool, shape, dtype, True)
+        for name, value in ours.items():
+            error = (value.double() - twin[name].double()).norm() / twin[name].double().norm()
+            assert error < bound, (name, dtype, error)
+        assert torch.equal(run(pool, shape, dtype, False)["x"], ours["x"])
+        a, b = (run(pool, shape, dtype, eager, training=False)["out"].double() for eager in (False, True))
+        assert (a - b).norm() / b.norm() < bound

@@ -1,7 +1,7 @@
 """Steps per second of captured steps beside eager, compiled and reduce-overhead loops and Accelerate, in one run.
 
-    python -m benchmarks.step_rate [--quick] [--json FILE] [--model mlp|gpt|lstm|conv|both|all] [--feed resident|end|both]
-        [--compile 1]
+    python -m benchmarks.step_rate [--quick] [--json FILE] [--model mlp|gpt|lstm|conv|both|all]
+        [--feed resident|end|both] [--compile 1]
 
 Models: the MLP and the character GPT of `loop_rate` ("both"); an LSTM and a causal convolution over windows of 64 steps
 of 32 features, batch 512.
@@ -9,8 +9,8 @@ of 32 features, batch 512.
 Counts: whole training steps in bf16 (forward, backward, clip at norm 1, fused AdamW), wall time with the device
 synchronised at the end of each timed stretch. Two feeds. "resident": eight batches that lie on the device, the same for
 all. "end": from data in host memory; Accelerate and "hotloop, same DataLoader" iterate over a shuffled torch DataLoader
-without workers, "hotloop" over a shuffled `ResidentLoader`, which holds the whole data set on the device and draws a new
-order each epoch. Warm-up of every variant (compilation and recording too) is left out and shown apart, in seconds.
+without workers, "hotloop" over a shuffled `ResidentLoader`: the whole data set lies on the device, and each epoch has a new
+order. Warm-up of every variant (compilation and recording too) is left out and shown apart, in seconds.
 Host time per step is the time until a call returns, the device idle before it, median. Accelerate is written as its
 users write it (`loss.item()` each step).
 """

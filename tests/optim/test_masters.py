@@ -210,3 +210,24 @@ def test_a_scheduler_made_before_or_after():
 def test_an_optimizer_with_a_list_of_its_own_is_an_error():
     with pytest.raises(hotloop.HotloopError, match="LBFGS keeps a list of its parameters"):
         add_masters(torch.optim.LBFGS(make_weights()))
+
+
+def test_fp32_and_bf16_parameters_in_one_group():
+    """Both are updated in float32, each kind counted once, and only one of them is rounded; also from a loaded state."""
+    weights = [nn.Parameter(torch.ones(3).bfloat16()), nn.Parameter(torch.ones(3))]
+    weights += [nn.Parameter(torch.full((2,), 2.0).bfloat16())]
+    wide = [nn.Parameter(w.detach().float()) for w in weights]
+    reference = torch.optim.AdamW(wide, lr=0.01)
+    saved = None
+    for first in (0, 3):
+        optimizer = AdamW(weights, lr=0.01)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        train(optimizer, weights, range(first, first + 3))
+        train(reference, wide, range(first, first + 3))
+        saved = optimizer.state_dict()
+        assert [optimizer.state[w]["step"].item() for w in weights] == [first + 3.0] * 3
+        for w, expected in zip(weights, wide, strict=True):
+            master = masters_of(optimizer).get(w)
+            assert torch.equal(w if master is None else master, expected)
+            assert torch.equal(w, expected.to(w.dtype))

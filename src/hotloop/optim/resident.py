@@ -32,7 +32,7 @@ _FOREIGN = ("foreach", "capturable", "differentiable", "decoupled_weight_decay")
 
 @dataclass(slots=True)
 class Batch:
-    """Parameters of one group that are updated together: same device, dtype and step counter.
+    """Parameters of one group that are updated together: same device, dtypes and step counter.
 
     Attributes:
         step: updates made so far, float32 0-d; None for rules that do not count.
@@ -192,9 +192,9 @@ class ResidentOptimizer(Optimizer):
         return loss
 
     def _batches(self, group: dict[str, Any], refuse: Tensor | None, scale: Tensor | None) -> Iterable[Batch]:
-        """The group's parameters that have gradients, put together by device, dtype and step counter."""
+        """The group's parameters that have gradients, put together by device, dtypes and step counter."""
         batches: dict[tuple[Any, ...], Batch] = {}
-        fresh: dict[torch.device, Tensor] = {}
+        fresh: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         waiting: set[int] = set()
         names = self.state_names(group)
         for p in group["params"]:
@@ -206,7 +206,7 @@ class ResidentOptimizer(Optimizer):
             if not state or any(name not in state for name in names):
                 state = self._start(p, group, fresh)
             step, weight = state.get("step"), state.get("master", p)
-            key = (id(step), weight.dtype, weight.device)
+            key = (id(step), weight.dtype, p.dtype, weight.device)
             batch = batches.get(key)
             if batch is None:
                 batch = batches[key] = Batch(step, _on(weight, refuse), _on(weight, scale))
@@ -229,10 +229,10 @@ class ResidentOptimizer(Optimizer):
         self,
         p: Tensor,
         group: dict[str, Any],
-        fresh: dict[torch.device, Tensor],
+        fresh: dict[tuple[torch.device, torch.dtype], Tensor],
         value: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Make the state of `p`; those that start at once share one counter in `fresh`."""
+        """Make the state of `p`; those of one kind that start at once share a counter in `fresh`."""
         sparse = p.grad is not None and p.grad.is_sparse
         if sparse or not p.is_floating_point():
             raise OptimizerError(
@@ -247,9 +247,10 @@ class ResidentOptimizer(Optimizer):
                 self._hotloop_masters.add(p, state["master"])
             weight = state["master"]
         if self._counts and "step" not in state:
-            if p.device not in fresh:
-                fresh[p.device] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["step"] = fresh[p.device]
+            kind = (p.device, p.dtype)
+            if kind not in fresh:
+                fresh[kind] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["step"] = fresh[kind]
         for name in self.state_names(group):
             if name not in state:
                 state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -263,7 +264,7 @@ class ResidentOptimizer(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 group["master"] = True
-                fresh: dict[torch.device, Tensor] = {}
+                fresh: dict[tuple[torch.device, torch.dtype], Tensor] = {}
                 for p in group["params"]:
                     given = values.get(p)
                     if not is_sixteen_bit(p) or not p.requires_grad:
@@ -319,15 +320,16 @@ class ResidentOptimizer(Optimizer):
     def _share_counters(self) -> None:
         """Counters that agree are one again; reads them, as only loading may."""
         for group in self.param_groups:
-            shared: dict[tuple[torch.device, float], Tensor] = {}
+            shared: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
             for p in group["params"]:
                 step = self.state[p].get("step") if p in self.state else None
                 if step is None:
                     continue
                 count = float(step)
-                if (p.device, count) not in shared:
-                    shared[p.device, count] = torch.full((), count, dtype=torch.float32, device=p.device)
-                self.state[p]["step"] = shared[p.device, count]
+                kind = (p.device, p.dtype, count)
+                if kind not in shared:
+                    shared[kind] = torch.full((), count, dtype=torch.float32, device=p.device)
+                self.state[p]["step"] = shared[kind]
 
 
 def check_settings(optimizer: str, **settings: Any) -> None:

@@ -438,7 +438,7 @@ class CapturedStep:
                 self._host.say(
                     f"compiling the forward of {type(module).__name__} (once; takes seconds to minutes)"
                 )
-                self._compiled[module] = torch.compile(module._call_impl)
+                self._compiled[module] = torch.compile(_traceable_call(module))
             module._compiled_call_impl = self._compiled[module]
         try:
             yield
@@ -462,6 +462,19 @@ class CapturedStep:
         self._recorder = self._recordings = None
         self._usual.clear()
         self._host.say(f"{self.name} runs eagerly, not as one launch: {reason}")
+
+
+def _traceable_call(module: nn.Module) -> Callable[..., Any]:
+    """A module's call for `torch.compile`, which would begin at no function of torch's own (`nn.Sequential.forward`)."""
+    if not type(module).forward.__module__.startswith("torch."):
+        return module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # what is compiled is kept with the code object, a few variants each: every module needs one of its own
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def _settle_gradients(parameters: list[torch.Tensor], before: list[torch.Tensor | None]) -> None:

@@ -465,7 +465,7 @@ class CapturedStep:
 
 
 def _traceable_call(module: nn.Module) -> Callable[..., Any]:
-    """A module's call for `torch.compile`, which would begin at no function of torch's own (`nn.Sequential.forward`)."""
+    """A call of `module` for `torch.compile`, which begins at no function of torch itself (`nn.Sequential.forward`)."""
     if not type(module).forward.__module__.startswith("torch."):
         return module._call_impl
 

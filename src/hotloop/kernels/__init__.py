@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
     from hotloop.kernels.fusion import compile_fused, rewrite
     from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
-    from hotloop.kernels.layer_norm import layer_norm, layer_norm_eager
+    from hotloop.kernels.normalisation import layer_norm, layer_norm_eager
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
     from hotloop.kernels.registry import RegisteredKernel, register
     from hotloop.kernels.tables import Tables
@@ -48,8 +48,8 @@ __getattr__ = deferred(
         "compile_fused": "hotloop.kernels.fusion",
         "cross_entropy_eager": "hotloop.kernels.cross_entropy",
         "fused_adamw": "hotloop.kernels.adamw",
-        "layer_norm": "hotloop.kernels.layer_norm",
-        "layer_norm_eager": "hotloop.kernels.layer_norm",
+        "layer_norm": "hotloop.kernels.normalisation",
+        "layer_norm_eager": "hotloop.kernels.normalisation",
         "linear_cross_entropy": "hotloop.kernels.cross_entropy",
         "register": "hotloop.kernels.registry",
         "rewrite": "hotloop.kernels.fusion",

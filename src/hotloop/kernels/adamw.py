@@ -193,7 +193,7 @@ def _on_device(value: Scalar, device: torch.device) -> Any:
         return value
     found = _constants.get((device, value))
     if found is None:
+        found = _constants[(device, value)] = torch.empty((), dtype=torch.float64, device=device)
         with beside_capture(device):
-            found = torch.full((), value, dtype=torch.float64, device=device)
-        _constants[(device, value)] = found
+            found.fill_(value)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -63,11 +62,10 @@ def linear_cross_entropy(
     learning = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    op = _operators()
     if reduction == "none":
-        losses: torch.Tensor = op.rows(rows, weight, bias, wanted, label_smoothing, ignore_index, chunk_bytes)
+        losses: torch.Tensor = _rows(rows, weight, bias, wanted, label_smoothing, ignore_index, chunk_bytes)
         return losses.view(targets.shape)
-    loss: torch.Tensor = op.reduced(
+    loss: torch.Tensor = _reduced(
         rows, weight, bias, wanted, label_smoothing, ignore_index, reduction == "mean", learning, chunk_bytes
     )[0]
     return loss
@@ -144,21 +142,6 @@ def _turn(
         logits.copy_((slope * factor[:, None]).where(counted[:, None], 0.0))
 
 
-class _Operators:
-    """The two torch operators, opaque to the compiler; made when first used."""
-
-    reduced: Any
-    rows: Any
-
-
-@functools.cache
-def _operators() -> _Operators:
-    made = _Operators()
-    made.reduced = _make_reduced()
-    made.rows = _make_rows()
-    return made
-
-
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -170,164 +153,168 @@ def _pieces(x: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> int:
     return max(1, -(-x.shape[0] // pieces))
 
 
-def _make_reduced() -> Any:
-    @torch.library.custom_op("hotloop::linear_cross_entropy", mutates_args=())
-    def reduced(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        smoothing: float,
-        ignore_index: int,
-        mean: bool,
-        learning: bool,
-        chunk_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = _wide(x)
-        scale = torch.ones((), dtype=wide, device=x.device)
-        if mean:
-            scale = (targets != ignore_index).sum().to(wide).reciprocal()
-        losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
-        step = _pieces(x, weight, chunk_bytes)
-        once = step >= x.shape[0]
-        grad_x = torch.empty_like(x) if learning else x.new_empty(0)
-        grad_w = weight.new_zeros(weight.shape, dtype=wide) if learning and not once else x.new_empty(0)
-        grad_b = x.new_zeros(weight.shape[0], dtype=wide) if learning and bias is not None else x.new_empty(0)
-        for start in range(0, x.shape[0], step):
-            part = slice(start, start + step)
-            logits = F.linear(x[part], weight, bias)
-            _turn(logits, targets[part], losses[part], scale if learning else None, smoothing, ignore_index)
-            if learning:
-                torch.mm(logits, weight, out=grad_x[part])
-                if once:
-                    grad_w = logits.t() @ x
-                else:
-                    grad_w += logits.t() @ x[part]
-                if bias is not None:
-                    grad_b += logits.sum(0, dtype=wide)
-        loss = losses.sum() * scale
-        return loss, grad_x, grad_w.to(weight.dtype), grad_b.to(x.dtype)
-
-    @reduced.register_fake
-    def _(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        smoothing: float,
-        ignore_index: int,
-        mean: bool,
-        learning: bool,
-        chunk_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        loss = x.new_empty((), dtype=_wide(x))
-        if not learning:
-            return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-        grad_b = x.new_empty(weight.shape[0] if bias is not None else 0)
-        return loss, torch.empty_like(x), torch.empty_like(weight), grad_b
-
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.with_bias = inputs[2] is not None
-        ctx.save_for_backward(*output[1:])
-
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        grad_x, grad_w, grad_b = ctx.saved_tensors
-        scaled = [
-            (g * grad.to(g.dtype)) if need else None
-            for g, need in zip(
-                (grad_x, grad_w, grad_b), (*ctx.needs_input_grad[:2], ctx.with_bias), strict=True
-            )
-        ]
-        return (*scaled, None, None, None, None, None, None)
-
-    reduced.register_autograd(backward, setup_context=remember)
-    return reduced
-
-
-def _make_rows() -> Any:
-    @torch.library.custom_op("hotloop::linear_cross_entropy_rows", mutates_args=())
-    def rows(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        smoothing: float,
-        ignore_index: int,
-        chunk_bytes: int,
-    ) -> torch.Tensor:
-        losses = torch.empty(x.shape[0], dtype=_wide(x), device=x.device)
-        step = _pieces(x, weight, chunk_bytes)
-        for start in range(0, x.shape[0], step):
-            part = slice(start, start + step)
-            logits = F.linear(x[part], weight, bias)
-            _turn(logits, targets[part], losses[part], None, smoothing, ignore_index)
-        return losses
-
-    @rows.register_fake
-    def _(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        smoothing: float,
-        ignore_index: int,
-        chunk_bytes: int,
-    ) -> torch.Tensor:
-        return x.new_empty(x.shape[0], dtype=_wide(x))
-
-    @torch.library.custom_op("hotloop::linear_cross_entropy_rows_backward", mutates_args=())
-    def rows_backward(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        smoothing: float,
-        ignore_index: int,
-        chunk_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = _wide(x)
-        losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
-        grad_x = torch.empty_like(x)
-        grad_w = weight.new_zeros(weight.shape, dtype=wide)
-        grad_b = x.new_zeros(weight.shape[0] if bias is not None else 0, dtype=wide)
-        step = _pieces(x, weight, chunk_bytes)
-        grad = grad.contiguous()
-        for start in range(0, x.shape[0], step):
-            part = slice(start, start + step)
-            logits = F.linear(x[part], weight, bias)
-            _turn(logits, targets[part], losses[part], grad[part], smoothing, ignore_index)
+@torch.library.custom_op("hotloop::linear_cross_entropy", mutates_args=())
+def _reduced(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    mean: bool,
+    learning: bool,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = _wide(x)
+    scale = torch.ones((), dtype=wide, device=x.device)
+    if mean:
+        scale = (targets != ignore_index).sum().to(wide).reciprocal()
+    losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
+    step = _pieces(x, weight, chunk_bytes)
+    once = step >= x.shape[0]
+    grad_x = torch.empty_like(x) if learning else x.new_empty(0)
+    grad_w = weight.new_zeros(weight.shape, dtype=wide) if learning and not once else x.new_empty(0)
+    grad_b = x.new_zeros(weight.shape[0], dtype=wide) if learning and bias is not None else x.new_empty(0)
+    for start in range(0, x.shape[0], step):
+        part = slice(start, start + step)
+        logits = F.linear(x[part], weight, bias)
+        _turn(logits, targets[part], losses[part], scale if learning else None, smoothing, ignore_index)
+        if learning:
             torch.mm(logits, weight, out=grad_x[part])
-            grad_w += logits.t() @ x[part]
+            if once:
+                grad_w = logits.t() @ x
+            else:
+                grad_w += logits.t() @ x[part]
             if bias is not None:
                 grad_b += logits.sum(0, dtype=wide)
-        return grad_x, grad_w.to(weight.dtype), grad_b.to(x.dtype)
+    loss = losses.sum() * scale
+    return loss, grad_x, grad_w.to(weight.dtype), grad_b.to(x.dtype)
 
-    @rows_backward.register_fake
-    def _(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        smoothing: float,
-        ignore_index: int,
-        chunk_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (
-            torch.empty_like(x),
-            torch.empty_like(weight),
-            x.new_empty(weight.shape[0] if bias is not None else 0),
-        )
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, bias, targets, *ctx.rest = inputs
-        ctx.save_for_backward(x, weight, bias, targets)
+@_reduced.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    mean: bool,
+    learning: bool,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss = x.new_empty((), dtype=_wide(x))
+    if not learning:
+        return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    grad_b = x.new_empty(weight.shape[0] if bias is not None else 0)
+    return loss, torch.empty_like(x), torch.empty_like(weight), grad_b
 
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, bias, targets = ctx.saved_tensors
-        grad_x, grad_w, grad_b = rows_backward(grad, x, weight, bias, targets, *ctx.rest)
-        return (grad_x, grad_w, grad_b if bias is not None else None, None, None, None, None)
 
-    rows.register_autograd(backward, setup_context=remember)
-    return rows
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.with_bias = inputs[2] is not None
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    grad_x, grad_w, grad_b = ctx.saved_tensors
+    scaled = [
+        (g * grad.to(g.dtype)) if need else None
+        for g, need in zip((grad_x, grad_w, grad_b), (*ctx.needs_input_grad[:2], ctx.with_bias), strict=True)
+    ]
+    return (*scaled, None, None, None, None, None, None)
+
+
+_reduced.register_autograd(_scale, setup_context=_keep_gradients)
+
+
+@torch.library.custom_op("hotloop::linear_cross_entropy_rows", mutates_args=())
+def _rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    chunk_bytes: int,
+) -> torch.Tensor:
+    losses = torch.empty(x.shape[0], dtype=_wide(x), device=x.device)
+    step = _pieces(x, weight, chunk_bytes)
+    for start in range(0, x.shape[0], step):
+        part = slice(start, start + step)
+        logits = F.linear(x[part], weight, bias)
+        _turn(logits, targets[part], losses[part], None, smoothing, ignore_index)
+    return losses
+
+
+@_rows.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    chunk_bytes: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], dtype=_wide(x))
+
+
+@torch.library.custom_op("hotloop::linear_cross_entropy_rows_backward", mutates_args=())
+def _rows_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = _wide(x)
+    losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
+    grad_x = torch.empty_like(x)
+    grad_w = weight.new_zeros(weight.shape, dtype=wide)
+    grad_b = x.new_zeros(weight.shape[0] if bias is not None else 0, dtype=wide)
+    step = _pieces(x, weight, chunk_bytes)
+    grad = grad.contiguous()
+    for start in range(0, x.shape[0], step):
+        part = slice(start, start + step)
+        logits = F.linear(x[part], weight, bias)
+        _turn(logits, targets[part], losses[part], grad[part], smoothing, ignore_index)
+        torch.mm(logits, weight, out=grad_x[part])
+        grad_w += logits.t() @ x[part]
+        if bias is not None:
+            grad_b += logits.sum(0, dtype=wide)
+    return grad_x, grad_w.to(weight.dtype), grad_b.to(x.dtype)
+
+
+@_rows_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(x),
+        torch.empty_like(weight),
+        x.new_empty(weight.shape[0] if bias is not None else 0),
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, bias, targets, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, bias, targets)
+
+
+def _go_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    x, weight, bias, targets = ctx.saved_tensors
+    grad_x, grad_w, grad_b = _rows_backward(grad, x, weight, bias, targets, *ctx.rest)
+    return (grad_x, grad_w, grad_b if bias is not None else None, None, None, None, None)
+
+
+_rows.register_autograd(_go_back, setup_context=_remember)

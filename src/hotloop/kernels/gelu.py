@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 
 from hotloop.errors import KernelError
 
-__all__ = ["bias_gelu", "bias_gelu_eager", "operator_of_gelu"]
+__all__ = ["bias_gelu", "bias_gelu_eager"]
 
 _SIZE = 2048
 _PROGRAMS = 528
@@ -27,7 +26,7 @@ def bias_gelu(z: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor
         raise KernelError(
             f"bias_gelu: bias {tuple(bias.shape)} does not fit z {tuple(z.shape)}: [D], [..., D]"
         )
-    out: torch.Tensor = operator_of_gelu()(z, bias)
+    out: torch.Tensor = _forward(z, bias)
     return out
 
 
@@ -44,105 +43,104 @@ def _by_kernel(z: torch.Tensor) -> bool:
     return runs_on(z.device) and z.dtype != torch.float64 and z.numel() > 0
 
 
-@functools.cache
-def operator_of_gelu() -> Any:
-    """The torch operator behind it, made when first used; opaque to the compiler."""
+@torch.library.custom_op("hotloop::bias_gelu", mutates_args=())
+def _forward(z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not _by_kernel(z):
+        return bias_gelu_eager(z, bias)
+    from hotloop.kernels.language import triton
+    from hotloop.kernels.programs.rows import gelu_forward
 
-    @torch.library.custom_op("hotloop::bias_gelu", mutates_args=())
-    def forward(z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if not _by_kernel(z):
-            return bias_gelu_eager(z, bias)
-        from hotloop.kernels.language import triton
-        from hotloop.kernels.programs.rows import gelu_forward
+    z = z.contiguous()
+    out = torch.empty_like(z)
+    n = z.numel()
+    gelu_forward[(triton.cdiv(n, _SIZE),)](
+        z,
+        bias if bias is not None else z,
+        out,
+        n,
+        WIDTH=z.shape[-1],
+        HAS_BIAS=bias is not None,
+        EVEN=n % _SIZE == 0,
+        SIZE=_SIZE,
+        num_warps=4,
+    )
+    return out
 
-        z = z.contiguous()
-        out = torch.empty_like(z)
-        n = z.numel()
-        gelu_forward[(triton.cdiv(n, _SIZE),)](
-            z,
-            bias if bias is not None else z,
-            out,
-            n,
-            WIDTH=z.shape[-1],
-            HAS_BIAS=bias is not None,
-            EVEN=n % _SIZE == 0,
-            SIZE=_SIZE,
-            num_warps=4,
-        )
-        return out
 
-    @forward.register_fake
-    def _(z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return z.new_empty(z.shape)
+@_forward.register_fake
+def _(z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return z.new_empty(z.shape)
 
-    @torch.library.custom_op("hotloop::bias_gelu_backward", mutates_args=())
-    def backward_op(
-        slope: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        width = z.shape[-1]
-        n = z.numel() // max(1, width)
-        for_bias = torch.empty_like(bias) if bias is not None else z.new_empty(0)
-        if not _by_kernel(z):
-            kind = torch.float64 if z.dtype == torch.float64 else torch.float32
-            u = z.to(kind) if bias is None else z.to(kind) + bias.to(kind)
-            d = torch.ops.aten.gelu_backward(slope.to(kind), u)
-            if bias is not None:
-                for_bias.copy_(d.reshape(n, width).sum(0))
-            return d.to(z.dtype), for_bias
-        from hotloop.kernels.language import triton
-        from hotloop.kernels.programs.rows import gelu_backward, sum_partials
 
-        z = z.contiguous()
-        z_slope = torch.empty_like(z)
-        rows, columns = _tile(width)
-        each = _rows_each(n, triton.cdiv(width, columns), rows)
-        programs = triton.cdiv(n, each)
-        partials = torch.empty(programs, width, dtype=torch.float32, device=z.device)
-        gelu_backward[(programs, triton.cdiv(width, columns))](
-            slope.contiguous(),
-            z,
-            bias if bias is not None else z,
-            z_slope,
-            partials,
-            n,
-            each,
-            width,
-            HAS_BIAS=bias is not None,
-            ROWS=rows,
-            COLUMNS=columns,
-            num_warps=4,
-        )
+@torch.library.custom_op("hotloop::bias_gelu_backward", mutates_args=())
+def _backward(
+    slope: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = z.shape[-1]
+    n = z.numel() // max(1, width)
+    for_bias = torch.empty_like(bias) if bias is not None else z.new_empty(0)
+    if not _by_kernel(z):
+        kind = torch.float64 if z.dtype == torch.float64 else torch.float32
+        u = z.to(kind) if bias is None else z.to(kind) + bias.to(kind)
+        d = torch.ops.aten.gelu_backward(slope.to(kind), u)
         if bias is not None:
-            sum_partials[(triton.cdiv(width, 16), 1)](
-                partials,
-                for_bias,
-                for_bias,
-                for_bias,
-                programs,
-                width,
-                N=1,
-                PARTIALS=64,
-                COLUMNS=16,
-                num_warps=4,
-            )
-        return z_slope, for_bias
+            for_bias.copy_(d.reshape(n, width).sum(0))
+        return d.to(z.dtype), for_bias
+    from hotloop.kernels.language import triton
+    from hotloop.kernels.programs.rows import gelu_backward, sum_partials
 
-    @backward_op.register_fake
-    def _(
-        slope: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return z.new_empty(z.shape), z.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    z = z.contiguous()
+    z_slope = torch.empty_like(z)
+    rows, columns = _tile(width)
+    each = _rows_each(n, triton.cdiv(width, columns), rows)
+    programs = triton.cdiv(n, each)
+    partials = torch.empty(programs, width, dtype=torch.float32, device=z.device)
+    gelu_backward[(programs, triton.cdiv(width, columns))](
+        slope.contiguous(),
+        z,
+        bias if bias is not None else z,
+        z_slope,
+        partials,
+        n,
+        each,
+        width,
+        HAS_BIAS=bias is not None,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
+    )
+    if bias is not None:
+        sum_partials[(triton.cdiv(width, 16), 1)](
+            partials,
+            for_bias,
+            for_bias,
+            for_bias,
+            programs,
+            width,
+            N=1,
+            PARTIALS=64,
+            COLUMNS=16,
+            num_warps=4,
+        )
+    return z_slope, for_bias
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[Any, ...]:
-        z, bias = ctx.saved_tensors
-        for_z, for_bias = backward_op(slope, z, bias)
-        return for_z, for_bias if bias is not None else None
+@_backward.register_fake
+def _(slope: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return z.new_empty(z.shape), z.new_empty(0) if bias is None else bias.new_empty(bias.shape)
 
-    forward.register_autograd(backward, setup_context=remember)
-    return forward
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, slope: torch.Tensor) -> tuple[Any, ...]:
+    z, bias = ctx.saved_tensors
+    for_z, for_bias = _backward(slope, z, bias)
+    return for_z, for_bias if bias is not None else None
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
 
 
 def _tile(width: int) -> tuple[int, int]:

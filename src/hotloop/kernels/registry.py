@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -361,6 +361,17 @@ def _poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@contextmanager
+def _autograd_inside() -> Iterator[None]:
+    """An operator's own code runs below autograd; this brings it back there."""
+    keys = torch._C.DispatchKey
+    with ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.AutogradCPU, keys.AutogradCUDA, keys.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
 def _tuple(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
@@ -424,7 +435,7 @@ def _make_operator(
         if backward is not None and choose(args) is op:
             found = [g for g, a in zip(_tuple(backward(*slopes, *args)), args, strict=True) if _learns(a)]
         else:
-            with torch.enable_grad():
+            with _autograd_inside():
                 leaves = [a.detach().requires_grad_() if _learns(a) else a for a in args]
                 pairs = [
                     (r, s) for r, s in zip(_tuple(twin(*leaves)), slopes, strict=True) if r.requires_grad

@@ -7,9 +7,12 @@ recorded: then on another stream, so that the graph finds them filled and does n
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,18 +22,38 @@ _KEPT = 16
 
 
 @contextmanager
-def beside_capture(device: torch.device) -> Iterator[bool]:
-    """Work issued while this is open is done now, not recorded; yields whether a recording is going on.
+def beside_capture(device: torch.device) -> Iterator[None]:
+    """Kernels launched while this is open run now, even while a graph is being recorded, and are over when it closes.
 
-    The recording's own stream is left alone; the work is over when the context closes.
+    Only kernels: memory is to be allocated before, on the recording's own stream, where torch may.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        yield False
+    if not _capturing(device):
+        yield
         return
     aside = torch.cuda.Stream(device)
     with torch.cuda.stream(aside):
-        yield True
-    aside.synchronize()
+        yield
+    with _unrestricted():
+        aside.synchronize()
+
+
+@contextmanager
+def _unrestricted() -> Iterator[None]:
+    """A recording forbids its thread to wait for anything; this lifts that for calls that do not concern it."""
+    exchange = _exchange_mode()
+    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_mode() -> Any:
+    # the runtime library that torch has loaded: by its name the linker finds it again
+    version = str(torch.version.cuda).partition(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{version}").cudaThreadExchangeStreamCaptureMode
 
 
 class Blocks:
@@ -47,12 +70,13 @@ class Blocks:
         self.extents = torch.empty(3, max(1, self.count), dtype=torch.int64, device=device)
         end = 0
         # kernels take the values along: no host memory is read, and nothing is waited for
-        for i, (numel, count) in enumerate(zip(numels, counts, strict=True)):
-            tensor, first, left = self.extents[:, end : end + count]
-            end += count
-            tensor.fill_(i)
-            torch.arange(0, numel, size, out=first)
-            left.copy_(numel - first)
+        with beside_capture(device):
+            for i, (numel, count) in enumerate(zip(numels, counts, strict=True)):
+                tensor, first, left = self.extents[:, end : end + count]
+                end += count
+                tensor.fill_(i)
+                torch.arange(0, numel, size, out=first)
+                left.copy_(first).neg_().add_(numel)
 
 
 class Table:
@@ -65,19 +89,17 @@ class Table:
 
     def __init__(self, addresses: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.aligned = not any(a % 16 for row in addresses for a in row)
-        with beside_capture(device) as recorded:
-            if recorded:
-                # again by kernels: a copy's source would have to be pinned, which a recording forbids
-                self.pointers = torch.empty(
-                    len(addresses), len(addresses[0]), dtype=torch.int64, device=device
-                )
-                for row, values in zip(self.pointers, addresses, strict=True):
-                    for place, value in zip(row, values, strict=True):
-                        place.fill_(value)
-            else:
-                host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-                self.pointers = host.to(device, non_blocking=True)
-        self.recorded = recorded
+        self.recorded = _capturing(device)
+        if not self.recorded:
+            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self.pointers = host.to(device, non_blocking=True)
+            return
+        self.pointers = torch.empty(len(addresses), len(addresses[0]), dtype=torch.int64, device=device)
+        # by kernels again: a copy's source would have to be pinned, which a recording forbids
+        with beside_capture(device):
+            for row, values in zip(self.pointers, addresses, strict=True):
+                for place, value in zip(row, values, strict=True):
+                    place.fill_(value)
 
 
 class Tables:
@@ -97,8 +119,7 @@ class Tables:
         key = (tuple(t.numel() for t in tensors), size, device)
         found = self._blocks.get(key)
         if found is None:
-            with beside_capture(device):
-                found = self._blocks[key] = Blocks(key[0], size, device)
+            found = self._blocks[key] = Blocks(key[0], size, device)
         return found
 
     def table(self, roles: Sequence[Sequence[torch.Tensor]]) -> Table:
@@ -123,8 +144,9 @@ class Tables:
         """int32 0-d, 0 between launches: by it the last program of a launch knows that it is the last."""
         found = self._counters.get(device)
         if found is None:
+            found = self._counters[device] = torch.empty((), dtype=torch.int32, device=device)
             with beside_capture(device):
-                found = self._counters[device] = torch.zeros((), dtype=torch.int32, device=device)
+                found.zero_()
         return found
 
 

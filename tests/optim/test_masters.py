@@ -213,7 +213,7 @@ def test_an_optimizer_with_a_list_of_its_own_is_an_error():
 
 
 def test_fp32_and_bf16_parameters_in_one_group():
-    """Both are updated in float32, each kind counted once, and only one of them is rounded; also from a loaded state."""
+    """Both are updated in float32 and counted once, only one kind is rounded; also from a loaded state."""
     weights = [nn.Parameter(torch.ones(3).bfloat16()), nn.Parameter(torch.ones(3))]
     weights += [nn.Parameter(torch.full((2,), 2.0).bfloat16())]
     wide = [nn.Parameter(w.detach().float()) for w in weights]

@@ -9,7 +9,7 @@ of 32 features, batch 512.
 Counts: whole training steps in bf16 (forward, backward, clip at norm 1, fused AdamW), wall time with the device
 synchronised at the end of each timed stretch. Two feeds. "resident": eight batches that lie on the device, the same for
 all. "end": from data in host memory; Accelerate and "hotloop, same DataLoader" iterate over a shuffled torch DataLoader
-without workers, "hotloop" over a shuffled `ResidentLoader`: the whole data set lies on the device, and each epoch has a new
+without workers, "hotloop" over a shuffled `ResidentLoader`: the data set lies on the device, and each epoch has a new
 order. Warm-up of every variant (compilation and recording too) is left out and shown apart, in seconds.
 Host time per step is the time until a call returns, the device idle before it, median. Accelerate is written as its
 users write it (`loss.item()` each step).

@@ -32,6 +32,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _DEPTH = 3
 _MOST_ITEMS = 64
 _LEARNS = operator.attrgetter("requires_grad")
+_ADDRESS = torch.Tensor.data_ptr
 _CELL = operator.attrgetter("cell_contents")
 _SKIPPED_PACKAGES = ("torch", "hotloop", "numpy")
 
@@ -110,15 +111,8 @@ class Fingerprint:
         self._places.remember()
         self._known_learning = self._learning()
         self._known_parts = [list(held.values()) for held in self._held]
-        self._known_modes = (torch.is_grad_enabled(), _autocast())
-        addresses = self._addresses()
-        self._same_addresses: Callable[[], bool] = lambda: self._addresses() == addresses
-        compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-        if compare is not None:
-            # one call instead of one for each parameter; only in builds for CUDA
-            self._same_addresses = functools.partial(
-                compare, self.parameters, addresses, list(range(len(addresses)))
-            )
+        self._known_addresses = self._addresses()
+        self._known_autocast, self._known_grad = _autocast(), torch.is_grad_enabled()
 
     def unchanged(self) -> bool:
         """Whether all is as it was when it was remembered: no value can differ then.
@@ -128,18 +122,27 @@ class Fingerprint:
         """
         if count_registrations() != self._registrations or RemovableHandle.next_id != self._known_hooks_id:
             return False
-        if (torch.is_grad_enabled(), _autocast()) != self._known_modes or not self._places.unchanged():
+        if torch.is_grad_enabled() is not self._known_grad or _autocast() != self._known_autocast:
+            return False
+        if not self._places.unchanged():
             return False
         if self._held:
             self._turn = turn = (self._turn + 1) % len(self._held)
             held, known = self._held[turn], self._known_parts[turn]
             if len(held) != len(known) or not all(map(operator.is_, held.values(), known)):
                 return False
-        return self._learning() == self._known_learning and self._same_addresses()
+        parameters = self.parameters
+        return (
+            list(map(_LEARNS, parameters)) == self._known_learning
+            and list(map(_ADDRESS, parameters)) == self._known_addresses
+        )
 
     def gradients_wait(self) -> bool:
         """Whether gradients lie in the parameters, as far as the first and last of each module and group show."""
-        return any(p.grad is not None for p in self._probes)
+        for p in self._probes:  # noqa: SIM110  (a loop takes half the time of any() here)
+            if p.grad is not None:
+                return True
+        return False
 
     def take(self) -> list[Any]:
         """The values now."""
@@ -194,7 +197,7 @@ class Fingerprint:
         return list(map(_LEARNS, self.parameters))
 
     def _addresses(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.parameters))
+        return list(map(_ADDRESS, self.parameters))
 
     def _add(self, name: str, getter: Callable[[], Any]) -> None:
         self._names.append(name)
@@ -380,8 +383,13 @@ def _get_or_none(get: Callable[[Any], Any], values: dict[str, Any]) -> Any:
         return None
 
 
-def _autocast() -> tuple[bool, bool]:
-    return (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+def _autocast() -> tuple[Any, ...]:
+    """Which autocast is on, and its number formats; nothing where none is."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")
+    )
 
 
 def _identity_of_optimizer(optimizer: Any) -> tuple[int, int, int]:

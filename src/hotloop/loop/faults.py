@@ -47,7 +47,7 @@ class Faults:
         feed = self._window.feed
         self._trail.append((self._marks, feed.handed_out if feed is not None else self._last_batch()))
         self._marks += 1
-        if not state.watching:
+        if not state.watching or not state.troubled():
             return
         seen = state.seen()
         if seen.bad and state.nonfinite == "stop":
@@ -79,7 +79,8 @@ class Faults:
         )
 
     def _last_batch(self) -> int:
-        loader = self.preparer().training_loader()
+        preparer = self.preparer()
+        loader = preparer.training_loader() if preparer.registry.loaders else None
         return loader.handed_out if loader is not None else 0
 
     def _indices(self, last: int) -> list[Any] | None:

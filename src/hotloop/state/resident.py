@@ -178,6 +178,11 @@ class ResidentState:
         """What the host knows by now, without waiting: the same at the same update on every rank."""
         return self._read(*self._pace.known)
 
+    def troubled(self) -> bool:
+        """Whether `seen` shows any update to be refused or non-finite: in a fraction of its time."""
+        row = self._pace.known[1]
+        return row[0] != 0.0 or row[1] != 0.0
+
     def first_bad(self) -> int | None:
         """Number of the first update that was non-finite, of those not yet seen; waits for the device."""
         for updates, row in self._pace.drain():

@@ -117,50 +117,6 @@ def test_scale_all_is_a_product():
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
-def test_a_recorded_update_reads_what_is_there_at_replay():
-    """Gradients made inside the recording; then other gradients, another rate, a refused update, one more."""
-    params, grads, state = make(shadow=True)
-    exact = [p.double() for p in params]
-    twin = {k: [t.double() for t in v] for k, v in state.items() if k != "shadows"}
-    rate, skip = torch.tensor(1e-2, device="cuda"), torch.zeros((), device="cuda")
-    more = {**HYPER, "lr": rate, "skip": skip}
-    tables = Tables()
-    stream = torch.cuda.Stream()
-
-    def update():
-        fresh = [g * 2.0 for g in grads]
-        norm, coefficient = clip_norm(fresh, 1.0, tables=tables)
-        fused_adamw(params, fresh, **state, **more, coefficient=coefficient, tables=tables)
-        return norm
-
-    def by_hand():
-        fresh = [g.double() * 2.0 for g in grads]
-        norm = torch.nn.utils.get_total_norm(fresh)
-        factor = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
-        adamw_eager(exact, fresh, **twin, **more, coefficient=factor)
-        return norm
-
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        update()
-    by_hand()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        norm = update()
-        graph.capture_end()
-    for k, refused in enumerate((0.0, 1.0, 0.0, 0.0)):
-        for g in grads:
-            g.mul_(0.5)
-        rate.fill_(1e-2 / (k + 1))
-        skip.fill_(refused)
-        graph.replay()
-        assert norm.item() == pytest.approx(by_hand().item(), rel=1e-6)
-    assert max(distance(a, b) for a, b in zip(params, exact, strict=True)) < 5e-7
-    assert {s.item() for s in state["steps"]} == {4.0}
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("classes", [65, 5003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -298,3 +254,47 @@ def test_compiled_with_our_kernels_is_the_eager_model(autocast):
     ):
         # no farther from float64 than the eager model, give or take a half
         assert distance(c, w) < max(1.5 * distance(e, w), 5e-6)
+
+
+def test_a_recorded_update_reads_what_is_there_at_replay():
+    """Gradients made inside the recording; then other gradients, another rate, a refused update, one more."""
+    params, grads, state = make(shadow=True)
+    exact = [p.double() for p in params]
+    twin = {k: [t.double() for t in v] for k, v in state.items() if k != "shadows"}
+    rate, skip = torch.tensor(1e-2, device="cuda"), torch.zeros((), device="cuda")
+    more = {**HYPER, "lr": rate, "skip": skip}
+    tables = Tables()
+    stream = torch.cuda.Stream()
+
+    def update():
+        fresh = [g * 2.0 for g in grads]
+        norm, coefficient = clip_norm(fresh, 1.0, tables=tables)
+        fused_adamw(params, fresh, **state, **more, coefficient=coefficient, tables=tables)
+        return norm
+
+    def by_hand():
+        fresh = [g.double() * 2.0 for g in grads]
+        norm = torch.nn.utils.get_total_norm(fresh)
+        factor = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+        adamw_eager(exact, fresh, **twin, **more, coefficient=factor)
+        return norm
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        update()
+    by_hand()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        norm = update()
+        graph.capture_end()
+    for k, refused in enumerate((0.0, 1.0, 0.0, 0.0)):
+        for g in grads:
+            g.mul_(0.5)
+        rate.fill_(1e-2 / (k + 1))
+        skip.fill_(refused)
+        graph.replay()
+        assert norm.item() == pytest.approx(by_hand().item(), rel=1e-6)
+    assert max(distance(a, b) for a, b in zip(params, exact, strict=True)) < 5e-7
+    assert {s.item() for s in state["steps"]} == {4.0}

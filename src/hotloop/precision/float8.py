@@ -39,11 +39,15 @@ def quantise(
     """
     most = torch.finfo(dtype).max
     magnitude = x.abs()
-    largest = magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)
+    # one-dimensional first: with keepdim Inductor may choose strides that the units' product refuses
+    largest = magnitude.amax() if dim is None else magnitude.amax(dim)
     inverse = most / largest.float().clamp(min=_LEAST)
+    factor = inverse.reciprocal()
+    if dim is not None:
+        inverse, factor = inverse.unsqueeze(dim), factor.unsqueeze(dim)
     # the largest may round up past the format's end, which e4m3 would make NaN
     x8 = (x.float() * inverse).clamp(-most, most).to(dtype)
-    return x8, inverse.reciprocal()
+    return x8, factor
 
 
 def multiply(

@@ -1,6 +1,6 @@
 """Every recorded trace against what an expert said of it; the table in docs/doctor-verdicts.md is made here.
 
-`HOTLOOP_WRITE_VERDICTS=1 pytest tests/doctor/test_verdicts.py` writes the table anew.
+`WRITE_VERDICTS=1 pytest tests/doctor/test_verdicts.py` writes the table anew.
 """
 
 # ruff: noqa: E501  a row of the table is a line
@@ -258,6 +258,6 @@ def test_the_table_in_the_documentation_is_this_one(
         "",
     ]
     text = "\n".join(lines)
-    if os.environ.get("HOTLOOP_WRITE_VERDICTS"):
+    if os.environ.get("WRITE_VERDICTS"):
         TABLE.write_text(text)
     assert TABLE.read_text() == text

@@ -134,3 +134,43 @@ def test_the_programs_own_files_are_told_from_libraries(
     timeline = read(m.write(tmp_path / "a.json")).timeline
     place = find_place(timeline, int(timeline.call_rows[0]))
     assert place.file == ("mine.py" if library else file)
+
+
+LOOP = """import torch
+
+model = torch.nn.Linear(2, 2).cuda()
+first = model(torch.ones(2, 2)).sum().item()
+
+
+def train():
+    warm = torch.ones(1).item()
+    for step in range(9):
+        loss = torch.ones(1)
+        loss.item()
+        model.step()
+
+
+for epoch in range(3):
+    value = torch.ones(2).sum().item()
+train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "line", "expected"), [("train", 12, 11), ("<module>", 16, 16), ("<module>", 17, 16)]
+)
+def test_a_frame_that_was_running_when_recording_began(
+    frame: str, line: int, expected: int, machine, tmp_path: Path
+) -> None:
+    """It is told by the line it was in; of its calls those in a loop are meant."""
+    file = tmp_path / "loop.py"
+    file.write_text(LOOP)
+    m = machine()
+    with (
+        m.span(f"{file}({line}): {frame}", "python_function"),
+        m.span("<built-in method item of Tensor object at 0x7f>", "python_function"),
+    ):
+        m.item()
+    timeline = read(m.write(tmp_path / "a.json")).timeline
+    place = find_place(timeline, int(timeline.call_rows[1]))
+    assert (place.function, place.line, place.exact) == (frame, expected, True)

@@ -25,6 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 _RETURN_US = 3.0  # what a call takes that finds nothing to wait for
 _EVIDENT_US = 12.0  # a start this soon after another stream's end, and after nothing else, was waiting for it
+_BETWEEN_US = 1.0  # from the end of one kernel to the start of the next, queued one, where a trace has none
 _WAITED_US = 20.0  # shorter calls are taken as work, not as waits
 MAX_EVENTS = 400_000
 
@@ -121,7 +122,9 @@ class Replay:
         wanted = pace.step_us * self.timeline.steps
         low, high = 0.0, 1.6 * cost if cost else 12.0
         slowed = self.replayed_us > 1.02 * wanted
-        if (slowed and play(high) > 1.02 * wanted) or (not slowed and play(cost) >= 0.97 * wanted):
+        if play(cost) >= 0.97 * wanted and (not slowed or self.replayed_us < 1.03 * wanted):
+            return cost
+        if slowed and play(high) > 1.02 * wanted:
             play(cost)
             return cost
         for _ in range(12):
@@ -201,6 +204,12 @@ class Replay:
         alone = lead[base <= start[launch]]
         self.launch_delay_us = float(np.clip(np.percentile(alone, 5), 0.0, 30.0)) if len(alone) else 5.0
         ready = start[launch] + self.launch_delay_us
+        # work that found its stream empty does not show what following other work would have cost it
+        behind = w_start - base
+        queued = behind[(base > ready) & (behind >= 0) & (behind < 5.0)]
+        between = float(np.median(queued)) if len(queued) >= 5 else _BETWEEN_US
+        self._gap = np.where(base <= ready, np.minimum(between, np.maximum(behind, 0.0)), 0.0)
+        base = base + np.where(np.isfinite(base), self._gap, 0.0)
         across = self._across(work, w_start, w_end, stream, previous, base, ready)
         latest = np.maximum(ready, base)
         latest[across >= 0] = np.maximum(latest[across >= 0], w_end[across[across >= 0]])
@@ -393,7 +402,7 @@ class Replay:
         previous = self._before.tolist()
         lag = self._lag.tolist()
         duration_l, before_l, across = duration.tolist(), before.tolist(), self._across_stream.tolist()
-        initial_l, residual = initial.tolist(), self._residual.tolist()
+        initial_l, residual, gap = initial.tolist(), self._residual.tolist(), self._gap.tolist()
         count = len(took_l)
         first = np.searchsorted(self._launch, np.arange(count + 1), side="left").tolist()
         delay, begin = self.launch_delay_us, self.begin
@@ -406,7 +415,7 @@ class Replay:
             for work in range(first[index], first[index + 1]):
                 at = now + delay
                 b = before_l[work]
-                free = done[b] if b >= 0 else initial_l[work]
+                free = (done[b] if b >= 0 else initial_l[work]) + gap[work]
                 if free > at:
                     at = free
                 x = across[work]

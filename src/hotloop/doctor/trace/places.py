@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -163,11 +164,21 @@ def _sharpen(place: Place) -> None:
         place.candidates = lines
 
 
+def _own(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's own frame: those of functions inside it are left out."""
+    waiting = [function]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if node is function or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+
+
 def _calls(function: ast.AST, names: set[str]) -> list[int]:
     """Lines of the function that call one of the names; for printing, those that format a string, too."""
     prints = bool(names & {"__format__", "__repr__", "__str__"})
     lines = set()
-    for node in ast.walk(function):
+    for node in _own(function):
         if isinstance(node, ast.Call) and _called(node) in names | ({"print", "format"} if prints else set()):
             lines.add(
                 (node.func.end_lineno or node.lineno) if isinstance(node.func, ast.Attribute) else node.lineno
@@ -180,7 +191,7 @@ def _calls(function: ast.AST, names: set[str]) -> list[int]:
 def _branches(function: ast.AST) -> list[int]:
     """Lines that branch on a value: a tensor there is turned into a bool without a call that one could see."""
     lines = set()
-    for node in ast.walk(function):
+    for node in _own(function):
         if isinstance(node, (ast.If, ast.While, ast.Assert, ast.IfExp)):
             names = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
             plain = isinstance(node.test, (ast.Constant, ast.Name)) or (
@@ -237,7 +248,7 @@ def _in_loops(function: ast.AST, lines: list[int]) -> list[int]:
     """Those of the lines that stand in a loop."""
     spans = [
         (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(function)
+        for node in _own(function)
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While))
     ]
     return [line for line in lines if any(low <= line <= high for low, high in spans)]

@@ -313,7 +313,7 @@ class Timeline:
         events = self.events
         rows = events.rows(Category.OP, Category.ANNOTATION, Category.RUNTIME, Category.PYTHON)
         starts = np.sort(events.start_us[rows])
-        return np.searchsorted(starts, end, side="right") - np.searchsorted(starts, begin, side="right")
+        return np.searchsorted(starts, end, side="right") - np.searchsorted(starts, begin, side="left")
 
     @property
     def rank(self) -> int | None:

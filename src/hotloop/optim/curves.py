@@ -68,6 +68,8 @@ def _frame(curves: Sequence[Curve], log_x: bool) -> _Frame | None:
     left, right, bottom, top = min(xs), max(xs), min(ys), max(ys)
     if left == right:
         left, right = left - 0.5, right + 0.5
+    if 0.0 <= bottom < top / 2:
+        bottom = 0.0
     if bottom == top:
         # a flat line in the middle
         margin = abs(top) / 2 or 0.5

@@ -242,9 +242,9 @@ class Rate:
         """The rate, and its momentum beside it, as an SVG picture; put it into a page or a file."""
         from hotloop.optim.curves import draw_svg
 
-        parts = [self._curve(400)]
+        parts = [self._curve(121)]
         if self.momentum is not None:
-            parts.append(self.momentum._curve(400, "momentum", self._shown()))
+            parts.append(self.momentum._curve(121, "momentum", self._shown()))
         return draw_svg(parts, title=title, x_label=self.unit, width=width, height=height)
 
     def _shown(self) -> float:

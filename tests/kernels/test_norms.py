@@ -42,6 +42,16 @@ def test_what_is_not_finite_shows_in_the_norm(bad):
     assert not math.isfinite(clip_norm_eager(given, 1.0)[0].item())
 
 
+def test_types_may_be_mixed():
+    given = [*tensors(torch.float32), *tensors(torch.bfloat16), *tensors(torch.float16)]
+    exact = torch.nn.utils.get_total_norm([t.double() for t in given])
+    assert clip_norm(given, 1.0, tables=Tables())[0].item() == pytest.approx(exact.item(), rel=1e-6)
+    expected = [(t.float() * 0.3).to(t.dtype) for t in given]
+    scale_all(given, torch.tensor(0.3))
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7 if a.dtype != torch.float32 else 0, atol=0)
+
+
 def test_infinite_bound_only_measures():
     assert clip_norm(tensors(), math.inf)[1].item() == 1.0
 

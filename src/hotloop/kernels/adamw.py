@@ -15,6 +15,7 @@ __all__ = ["adamw_eager", "adamw_runs_on", "fused_adamw"]
 _SIZE = 2048
 _WARPS = 8
 _constants: dict[tuple[torch.device, float], torch.Tensor] = {}
+_recorded: dict[int, torch.Tensor] = {}
 Scalar = float | torch.Tensor
 
 
@@ -191,9 +192,16 @@ def adamw_runs_on(device: torch.device) -> bool:
 def _on_device(value: Scalar, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     found = _constants.get((device, value))
     if found is None:
-        found = _constants[(device, value)] = torch.empty((), dtype=torch.float64, device=device)
+        found = torch.empty((), dtype=torch.float64, device=device)
         with beside_capture(device):
             found.fill_(value)
+        if len(_constants) > 4096:
+            # a rate that a schedule changes on the host; graphs hold theirs in `_recorded`
+            _constants.clear()
+        _constants[(device, value)] = found
+    if capturing:
+        _recorded[id(found)] = found
     return found

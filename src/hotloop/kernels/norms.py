@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hotloop.kernels.tables import Tables
+from hotloop.kernels.tables import KINDS, Tables
 
 __all__ = ["clip_norm", "clip_norm_eager", "scale_all"]
 
@@ -30,7 +30,7 @@ def clip_norm(
     float64.
 
     Args:
-        tensors: float32, bfloat16 or float16, dense, of one dtype, on one device.
+        tensors: float32, bfloat16 or float16, mixed as they come, dense, on one device.
         max_norm: infinity only measures.
         inverse: 0-d on the device: tensors are to be multiplied by it first (loss scale, token factor); the norm is
             that of the product, and the factor contains it.
@@ -39,9 +39,8 @@ def clip_norm(
     device = tensors[0].device
     from hotloop.kernels.language import runs_on
 
-    if not runs_on(device):
+    if not runs_on(device) or not _known(tensors):
         return clip_norm_eager(tensors, max_norm, inverse=inverse)
-    from hotloop.kernels.language import tl
     from hotloop.kernels.programs.many import square_sums
 
     tables = tables or Tables()
@@ -51,7 +50,6 @@ def clip_norm(
     table = tables.table([tensors])
     results = torch.empty(2 + _MOST_PROGRAMS, dtype=torch.float32, device=device)
     programs = min(blocks.count, _MOST_PROGRAMS)
-    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     square_sums[(programs,)](
         blocks.extents,
         table.pointers,
@@ -63,7 +61,6 @@ def clip_norm(
         blocks.count,
         programs,
         float(max_norm),
-        element_type=types[tensors[0].dtype],
         has_inverse=inverse is not None,
         aligned=table.aligned,
         size=_SIZE,
@@ -92,24 +89,25 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor, *, tables: 
     device = tensors[0].device
     from hotloop.kernels.language import runs_on
 
-    if not runs_on(device):
+    if not runs_on(device) or not _known(tensors):
         torch._foreach_mul_(list(tensors), factor)
         return
-    from hotloop.kernels.language import tl
     from hotloop.kernels.programs.many import scale
 
     tables = tables or Tables()
     blocks = tables.blocks(tensors, _SIZE)
     table = tables.table([tensors])
-    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if blocks.count:
         scale[(blocks.count,)](
             blocks.extents,
             table.pointers,
             factor,
             blocks.count,
-            element_type=types[tensors[0].dtype],
             aligned=table.aligned,
             size=_SIZE,
             num_warps=_WARPS,
         )
+
+
+def _known(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(t.dtype in KINDS for t in tensors)

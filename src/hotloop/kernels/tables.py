@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Blocks", "Table", "Tables", "beside_capture"]
+__all__ = ["KINDS", "Blocks", "Table", "Tables", "beside_capture"]
 
 _KEPT = 16
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @contextmanager
@@ -61,22 +62,26 @@ class Blocks:
 
     Attributes:
         count: blocks in all.
-        extents: int64 [3, blocks] on the device: which tensor, first element in it, elements from there to its end.
+        extents: int64 [4, blocks] on the device: which tensor, first element in it, elements from there to its end, and
+            its type: 0 float32, 1 bfloat16, 2 float16, 3 any other.
     """
 
-    def __init__(self, numels: Sequence[int], size: int, device: torch.device) -> None:
+    def __init__(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], size: int, device: torch.device
+    ) -> None:
         counts = [-(-numel // size) for numel in numels]
         self.count = sum(counts)
-        self.extents = torch.empty(3, max(1, self.count), dtype=torch.int64, device=device)
+        self.extents = torch.empty(4, max(1, self.count), dtype=torch.int64, device=device)
         end = 0
         # kernels take the values along: no host memory is read, and nothing is waited for
         with beside_capture(device):
             for i, (numel, count) in enumerate(zip(numels, counts, strict=True)):
-                tensor, first, left = self.extents[:, end : end + count]
+                tensor, first, left, kind = self.extents[:, end : end + count]
                 end += count
                 tensor.fill_(i)
                 torch.arange(0, numel, size, out=first)
                 left.copy_(first).neg_().add_(numel)
+                kind.fill_(KINDS.get(dtypes[i], len(KINDS)))
 
 
 class Table:
@@ -109,17 +114,18 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[tuple[int, ...], int, torch.device], Blocks] = {}
+        self._blocks: dict[tuple[Any, ...], Blocks] = {}
         self._tables: OrderedDict[tuple[tuple[int, ...], ...], Table] = OrderedDict()
         self._counters: dict[torch.device, torch.Tensor] = {}
 
     def blocks(self, tensors: Sequence[torch.Tensor], size: int) -> Blocks:
         """Blocks of `tensors`."""
         device = tensors[0].device
-        key = (tuple(t.numel() for t in tensors), size, device)
+        numels, dtypes = tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors)
+        key = (numels, dtypes, size, device)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = Blocks(key[0], size, device)
+            found = self._blocks[key] = Blocks(numels, dtypes, size, device)
         return found
 
     def table(self, roles: Sequence[Sequence[torch.Tensor]]) -> Table:

@@ -130,6 +130,31 @@ def adamw(
 
 
 @jit
+def _load(address, first, left, kind, offsets, whole: tl.constexpr):
+    """Elements of a tensor from `first` on as float32; `kind` 0 is float32, 1 bfloat16, 2 float16."""
+    mask = offsets < left
+    if kind == 0:
+        wide = address.to(tl.pointer_type(tl.float32)) + first + offsets
+        if whole:
+            x = tl.load(tl.multiple_of(wide, 16))
+        else:
+            x = tl.load(wide, mask=mask, other=0.0)
+    elif kind == 1:
+        brain = address.to(tl.pointer_type(tl.bfloat16)) + first + offsets
+        if whole:
+            x = tl.load(tl.multiple_of(brain, 16)).to(tl.float32)
+        else:
+            x = tl.load(brain, mask=mask, other=0.0).to(tl.float32)
+    else:
+        half = address.to(tl.pointer_type(tl.float16)) + first + offsets
+        if whole:
+            x = tl.load(tl.multiple_of(half, 16)).to(tl.float32)
+        else:
+            x = tl.load(half, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@jit
 def square_sums(
     extents,
     pointers,
@@ -141,7 +166,6 @@ def square_sums(
     n_blocks,
     n_programs,
     max_norm,
-    element_type: tl.constexpr,
     has_inverse: tl.constexpr,
     aligned: tl.constexpr,
     size: tl.constexpr,
@@ -155,12 +179,13 @@ def square_sums(
         tensor = tl.load(extents + block)
         first = tl.load(extents + n_blocks + block)
         left = tl.load(extents + 2 * n_blocks + block)
-        start = tl.load(pointers + tensor).to(tl.pointer_type(element_type)) + first
+        kind = tl.load(extents + 3 * n_blocks + block)
+        address = tl.load(pointers + tensor)
         if aligned and left >= size:
-            x = tl.load(tl.multiple_of(start + offsets, 16)).to(tl.float32)
+            x = _load(address, first, left, kind, offsets, True)
             sums += x * x
         else:
-            x = tl.load(start + offsets, mask=offsets < left, other=0.0).to(tl.float32)
+            x = _load(address, first, left, kind, offsets, False)
             sums += x * x
     tl.store(partials + program, tl.sum(sums, axis=0))
     tl.debug_barrier()
@@ -188,15 +213,7 @@ def square_sums(
 
 
 @jit
-def scale(
-    extents,
-    pointers,
-    factor,
-    n_blocks,
-    element_type: tl.constexpr,
-    aligned: tl.constexpr,
-    size: tl.constexpr,
-):
+def scale(extents, pointers, factor, n_blocks, aligned: tl.constexpr, size: tl.constexpr):
     """Multiply every tensor by one factor that lies on the device."""
     program = tl.program_id(0)
     by = tl.load(factor).to(tl.float32)
@@ -204,11 +221,16 @@ def scale(
     tensor = tl.load(extents + program)
     first = tl.load(extents + n_blocks + program)
     left = tl.load(extents + 2 * n_blocks + program)
-    start = tl.load(pointers + tensor).to(tl.pointer_type(element_type)) + first
+    kind = tl.load(extents + 3 * n_blocks + program)
+    address = tl.load(pointers + tensor)
     if aligned and left >= size:
-        places = tl.multiple_of(start + offsets, 16)
-        tl.store(places, (tl.load(places).to(tl.float32) * by).to(element_type))
+        x = _load(address, first, left, kind, offsets, True) * by
     else:
-        mask = offsets < left
-        x = tl.load(start + offsets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(start + offsets, (x * by).to(element_type), mask=mask)
+        x = _load(address, first, left, kind, offsets, False) * by
+    mask = offsets < left
+    if kind == 0:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + first + offsets, x, mask=mask)
+    elif kind == 1:
+        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + first + offsets, x.to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(address.to(tl.pointer_type(tl.float16)) + first + offsets, x.to(tl.float16), mask=mask)

@@ -39,6 +39,8 @@ PRECISIONS: dict[str, str | Precision] = {
     "fp8 rowwise": Precision("fp8", scaling="rowwise"),
     "torchao": "bf16",
     "bf16-true": "bf16-true",
+    "bf16 uncompiled": "bf16",
+    "fp8 uncompiled": Precision("fp8"),
     "fp8 + bf16 weights": Precision("fp8", weights="bf16"),
 }
 
@@ -152,7 +154,7 @@ class Trainer:
         self.loop = loop = hotloop.Loop(PRECISIONS[kind], record=False, seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = loop.prepare(model, optimizer)
-        for block in self.model.blocks:
+        for block in () if "uncompiled" in kind else self.model.blocks:
             block.compile()
 
         @loop.capture(mode="graph", outputs="static")

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from hotloop.errors import HotloopError, NonFiniteError
     from hotloop.loop import Every, Loop
     from hotloop.parallel.plan import Plan
+    from hotloop.precision.formats import Precision
 
-__all__ = ["Every", "HotloopError", "Loop", "NonFiniteError", "Plan", "__version__"]
+__all__ = ["Every", "HotloopError", "Loop", "NonFiniteError", "Plan", "Precision", "__version__"]
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __getattr__ = _deferred(
         "Loop": "hotloop.loop",
         "NonFiniteError": "hotloop.errors",
         "Plan": "hotloop.parallel.plan",
+        "Precision": "hotloop.precision.formats",
     },
 )
 

@@ -146,7 +146,7 @@ class Accelerator(WindowMembers, TrackingMembers, SavingMembers):
             **group_options,
         )
         if self.state.mixed_precision == "fp8":
-            refuse("mixed_precision='fp8'", "use 'bf16'")
+            refuse("mixed_precision='fp8'", "use 'bf16', or hotloop.Loop(precision='fp8')")
         self._nonfinite = nonfinite
         self.loop = self._make_loop()
         self.log_with = filter_trackers(log_with, self.logging_dir)

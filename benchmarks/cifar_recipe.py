@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotloop.kernels.augment import Augment, augment
+from hotloop.data import resize_images
+from hotloop.kernels.augment import Augment, augment, augment_filtered
 from hotloop.kernels.pooled_norm import pooled_norm_silu
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -46,15 +47,16 @@ class Recipe:
     final: float = 0.0  # the rate's end, a share of its peak
     tta_share: float = 0.2
     tta_shifts: int = 1
+    tta_views: int = 6
     dtype: str = "float16"
     kernels: bool = True
     capture: str = "graph"  # eager, graph, compile, full
     keep: tuple[
         tuple[float, float], ...
     ] = ()  # (from epoch, share of the samples kept: the hardest by last loss)
-    side_stream: bool = False
+    side_stream: bool = True
     ns_steps: int = 3
-    whiten_bias: bool = False
+    features: int = 24  # of the whitening layer
 
     @property
     def type(self) -> torch.dtype:
@@ -78,7 +80,7 @@ class Net(nn.Module):
         super().__init__()
         self.recipe = recipe
         a, b, c = recipe.widths
-        plan = [(24, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
+        plan = [(recipe.features, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
         dtype = recipe.type
         self.filters = nn.ParameterList(
             nn.Parameter(torch.empty(o, i, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
@@ -87,7 +89,7 @@ class Net(nn.Module):
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(o)) for _, o in plan)
         self.head = nn.Parameter(torch.empty(10, c, dtype=dtype))
         self.register_buffer(
-            "whiten", torch.zeros(24, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+            "whiten", torch.zeros(recipe.features, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
         )
         self.register_buffer("means", torch.zeros(6, max(recipe.widths)))
         self.register_buffer("variances", torch.ones(6, max(recipe.widths)))
@@ -112,12 +114,12 @@ class Net(nn.Module):
         patches = F.unfold(images.float(), 2).transpose(1, 2).reshape(-1, 12)
         covariance = (patches.T @ patches / len(patches)).cpu()  # 12 x 12: the host is faster
         values, vectors = torch.linalg.eigh(covariance)
-        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
+        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)[-self.recipe.features // 2 :]
         self.whiten.copy_(torch.cat((scaled, -scaled)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of what the whitening layer made, [n, features, size - 1, size - 1]."""
         eager = not self.recipe.kernels
-        x = F.silu(F.conv2d(x, self.whiten))
         for k, (p, bias) in enumerate(zip(self.filters, self.biases, strict=True)):
             n = len(bias)
             x = pooled_norm_silu(
@@ -129,7 +131,7 @@ class Net(nn.Module):
 
 
 class Filters:
-    """Muon for all filters as one padded batch of matrices, with weights kept at norm sqrt(outputs)."""
+    """Muon for some filters as one padded batch of matrices, with weights kept at norm sqrt(outputs)."""
 
     def __init__(self, parameters: list[torch.Tensor], momentum: float, steps: int) -> None:
         self.parameters = parameters
@@ -204,7 +206,14 @@ class Trainer:
         )  # fmt: skip
         for p in (*self.net.biases, self.net.head):
             self.sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        self.muon = Filters(list(self.net.filters), recipe.filter_momentum, recipe.ns_steps)
+        filters = list(self.net.filters)
+        parts = [filters[:2], filters[2:]] if recipe.side_stream and self.device.type == "cuda" else [filters]
+        self.muon = [Filters(part, recipe.filter_momentum, recipe.ns_steps) for part in parts]
+        self.side = torch.cuda.Stream() if len(parts) > 1 else None
+        if (
+            self.side is not None
+        ):  # the large ones are updated while the backward pass goes on to the small ones
+            filters[2].register_post_accumulate_grad_hook(self.fork)
         self.how = Augment(
             recipe.translate, "reflect", "alternating", 0, recipe.brightness, recipe.contrast, MEAN, STD
         )
@@ -244,14 +253,15 @@ class Trainer:
     def resize(self) -> None:
         """Anti-aliased copies of the training images in the smaller sizes, rounded to bytes."""
         for size, out in self.sized.items():
-            if size == 32:
-                continue
-            for part in range(0, self.n, 10000):
-                x = self.train_images[part : part + 10000].permute(0, 3, 1, 2).to(self.recipe.type)
-                y = F.interpolate(
-                    x.float(), (size, size), mode="bilinear", antialias=True, align_corners=False
-                )
-                out[part : part + 10000].copy_(y.round_().clamp_(0, 255).permute(0, 2, 3, 1))
+            if size != 32:
+                out.copy_(resize_images(self.train_images, size))
+
+    def fork(self, _last: torch.Tensor) -> None:
+        """Update the large filters on a stream of their own."""
+        assert self.side is not None
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            self.muon[1].step(self.rate[0])
 
     def reset(self, seed: int) -> None:
         """Everything that a run changes, as new; from the resident bytes."""
@@ -260,15 +270,18 @@ class Trainer:
         batch = self.recipe.batch
         wanted = self.total * batch
         epochs = -(-wanted // self.n)
-        order = torch.rand(epochs, self.n, device=self.device).argsort(1).flatten()[:wanted]
+        place = torch.arange(epochs * self.n, device=self.device)
+        keys = (place // self.n << 32) + torch.randint(1 << 32, place.shape, device=self.device)
+        order = keys.argsort()[:wanted] % self.n
         self.order.copy_(order.view_as(self.order))
-        self.epochs.copy_((torch.arange(wanted, device=self.device) // self.n).view_as(self.epochs))
+        self.epochs.copy_((place[:wanted] // self.n).view_as(self.epochs))
         self.counter.zero_()
         for state in self.sgd.state.values():
             state["momentum_buffer"].zero_()
-        self.muon.buffer.zero_()
+        for muon in self.muon:
+            muon.buffer.zero_()
         self.resize()
-        first = torch.arange(min(2000, self.n), device=self.device)
+        first = torch.arange(min(1000, self.n), device=self.device)
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         self.net.whiten_by(
             augment(self.train_images, first, zero, self.plain, seed=0, dtype=self.recipe.type)
@@ -280,21 +293,17 @@ class Trainer:
         at = self.counter.view(1)
         index = self.order.index_select(0, at)[0]
         epoch = self.epochs.index_select(0, at)[0]
-        x = augment(
-            self.sized[size],
-            index,
-            epoch,
-            self.how,
-            seed=self.augment_seed,
-            dtype=r.type,
+        self.rate.copy_(self.rates.index_select(0, at)[0])
+        x, y = augment_filtered(
+            self.sized[size], self.train_labels, index, epoch, self.how, self.net.whiten, seed=self.augment_seed,
             eager=not r.kernels,
-        )
-        y = self.train_labels[index]
+        )  # fmt: skip
         loss = F.cross_entropy(self.forward(x), y, label_smoothing=r.smoothing, reduction="sum")
         loss.backward()
-        self.rate.copy_(self.rates.index_select(0, at)[0])
         self.sgd.step()
-        self.muon.step(self.rate[0])
+        self.muon[0].step(self.rate[0])
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
         for p in self.net.parameters():
             p.grad = None
         self.counter.add_(1)
@@ -304,26 +313,26 @@ class Trainer:
         """Correct answers on the test images, without and with more views of the least certain ones."""
         n = len(self.test_images)
         every = torch.arange(n, device=self.device)
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        eager = not self.recipe.kernels
-        x = augment(self.test_images, every, zero, self.plain, seed=0, dtype=self.recipe.type, eager=eager)
-        logits = torch.cat([self.forward(part) for part in x.split(2000)]).float()
+        logits = torch.cat([self.look(part, self.plain) for part in every.split(2500)])
         self.plain_right.copy_((logits.argmax(1) == self.test_labels).sum())
         count = int(n * self.recipe.tta_share)
         if count:
             unsure = logits.softmax(1).amax(1).topk(count, largest=False, sorted=False).indices
-            picked = x[unsure].contiguous(memory_format=torch.channels_last)
             s = self.recipe.tta_shifts
-            padded = F.pad(picked, (s,) * 4, "reflect")
-            views = [picked, padded[:, :, :32, :32], padded[:, :, 2 * s : 2 * s + 32, 2 * s : 2 * s + 32]]
-            if s > 1 or self.recipe.tta_share > 0.25:
-                views += [padded[:, :, :32, 2 * s : 2 * s + 32], padded[:, :, 2 * s : 2 * s + 32, :32]]
-            total = 0.0
-            for view in views:
-                for one in (view, view.flip(-1)):
-                    total = total + self.forward(one.contiguous(memory_format=torch.channels_last)).float()
-            logits.index_copy_(0, unsure, total / (2 * len(views)))
+            moves = [(0, 0), (-s, -s), (s, s)] + [(-s, s), (s, -s)] * (self.recipe.tta_views == 10)
+            views = [replace(self.plain, offset=move, mirror=m) for move in moves for m in (False, True)]
+            total = torch.stack([self.look(unsure, view) for view in views]).mean(0)
+            logits.index_copy_(0, unsure, total)
         self.right.copy_((logits.argmax(1) == self.test_labels).sum())
+
+    def look(self, index: torch.Tensor, view: Augment) -> torch.Tensor:
+        """float32 logits of test images."""
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        x, _ = augment_filtered(
+            self.test_images, self.test_labels, index, zero, view, self.net.whiten, seed=0,
+            eager=not self.recipe.kernels,
+        )  # fmt: skip
+        return self.forward(x).float()
 
     def prepare(self) -> None:
         """Warm up and record; the weights are spoiled and `reset` mends them."""

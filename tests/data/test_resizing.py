@@ -64,7 +64,7 @@ def test_misuse_says_what_to_do():
 @pytest.mark.parametrize("size", [5, 17, 24, 32, 41])
 def test_resized_images_are_torchs_within_half_a_unit(size):
     x = images(7, 32)
-    ours = resize_images(x, size, chunk=3)
+    ours = resize_images(x, size, chunk_bytes=3 * 32 * 32 * 3)
     theirs = F.interpolate(
         x.permute(0, 3, 1, 2).double(), (size, size), mode="bilinear", antialias=True, align_corners=False
     ).permute(0, 2, 3, 1)

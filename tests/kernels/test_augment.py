@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from hotloop.errors import KernelError
-from hotloop.kernels.augment import Augment, augment, augment_eager, augment_labelled, targets_eager
+from hotloop.kernels.augment import (
+    Augment,
+    augment,
+    augment_eager,
+    augment_filtered,
+    augment_labelled,
+    targets_eager,
+)
 from hotloop.kernels.language import runs_on
 from hotloop.kernels.windows import cut_windows, cut_windows_eager
 
@@ -81,3 +88,32 @@ def test_unknown_words_and_wrong_channels_are_named():
             Augment(mean=(0.0, 0.0)),
             seed=0,
         )
+
+
+def test_a_fixed_view_is_a_crop_of_the_padded_image():
+    x = images(5, 8, 8, 3)
+    index, epoch = torch.arange(5, device=DEVICE), torch.tensor(0, device=DEVICE)
+    plain = augment_eager(x, index, epoch, Augment(), seed=0)
+    padded = torch.nn.functional.pad(plain, (2,) * 4, mode="reflect")
+    for down, right, mirror in itertools.product((-2, 0, 1), (-1, 0, 2), (False, True)):
+        view = augment(x, index, epoch, Augment(offset=(down, right), mirror=mirror), seed=0)
+        crop = padded[:, :, 2 + down : 10 + down, 2 + right : 10 + right]
+        if mirror:
+            crop = padded[:, :, 2 + down : 10 + down, 2 + right : 10 + right].flip(-1)
+        assert torch.equal(view, crop)
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=programs)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_fixed_first_layer_is_the_convolution_it_stands_for(dtype, eager):
+    x, y = images(20, 9, 9, 3), torch.arange(20, device=DEVICE)
+    index, epoch = torch.randint(0, 20, (6,), device=DEVICE), torch.tensor(3, device=DEVICE)
+    how = Augment(2, "reflect", "alternating", 0, 0.1, 0.1, (0.5,), (0.25,))
+    filters = torch.randn(24, 3, 2, 2, device=DEVICE).to(dtype).contiguous(memory_format=torch.channels_last)
+    ours, targets = augment_filtered(x, y, index, epoch, how, filters, seed=1, eager=eager)
+    plain = augment_eager(x, index, epoch, how, seed=1, dtype=dtype)
+    wanted = torch.nn.functional.silu(torch.nn.functional.conv2d(plain.double(), filters.double()))
+    assert ours.dtype == dtype
+    assert (ours.double() - wanted).norm() / wanted.norm() < (1e-6 if dtype == torch.float32 else 2e-3)
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(targets, y[index])

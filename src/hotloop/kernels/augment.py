@@ -12,14 +12,24 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 from hotloop.errors import KernelError
 
-__all__ = ["Augment", "augment", "augment_eager", "augment_labelled", "philox", "targets_eager"]
+__all__ = [
+    "Augment",
+    "augment",
+    "augment_eager",
+    "augment_filtered",
+    "augment_labelled",
+    "philox",
+    "targets_eager",
+]
 
 _MASK = 0xFFFFFFFF
 _FLIPS = ("none", "random", "alternating")
 _PADDINGS = ("reflect", "zero")
+_BLOCK, _PIXELS = 1024, 128
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,8 @@ class Augment:
         cutout: side of a square set to zero after normalising, its centre uniform over the image; 0 for none
             (DeVries and Taylor 2017).
         brightness, contrast: x becomes (x + b) * c with b in ±brightness and c in 1 ± contrast, after normalising.
+        offset, mirror: a fixed view for every image: moved by so many pixels (down, right), and turned left to right
+            before that; for test-time augmentation.
         mean, std: of each channel, in units of the stored values over 255; one entry stands for all channels.
 
     Raises:
@@ -48,6 +60,8 @@ class Augment:
     contrast: float = 0.0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+    offset: tuple[int, int] = (0, 0)
+    mirror: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("padding", _PADDINGS), ("flip", _FLIPS)):
@@ -106,7 +120,7 @@ def augment(
     """
     if eager or not _runs_on(images.device):
         return augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
-    return _launch(images, None, indices, epoch, how, seed, dtype, 0, 0.0)[0]
+    return _launch(images, None, indices, epoch, how, None, seed, dtype, 0, 0.0)[0]
 
 
 def augment_labelled(
@@ -132,7 +146,39 @@ def augment_labelled(
     if eager or not _runs_on(images.device):
         x = augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
         return x, targets_eager(labels, indices, classes, smoothing)
-    return _launch(images, labels, indices, epoch, how, seed, dtype, classes, smoothing)
+    return _launch(images, labels, indices, epoch, how, None, seed, dtype, classes, smoothing)
+
+
+def augment_filtered(
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    indices: torch.Tensor,
+    epoch: torch.Tensor,
+    how: Augment,
+    filters: torch.Tensor,
+    *,
+    seed: int,
+    classes: int = 0,
+    smoothing: float = 0.0,
+    eager: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Augmented images through a fixed first layer, silu(conv2d(x, filters)), and their targets.
+
+    A first layer that does not learn (a whitening one) is a part of how a batch is made: its input is never written.
+
+    Args:
+        filters: [O, C, K, K] in channels-last memory; images are rounded to its dtype before it, sums are float32.
+
+    Returns:
+        [B, O, H - K + 1, W - K + 1] of the filters' dtype in channels-last memory, and targets as `augment_labelled`.
+    """
+    if eager or not _runs_on(images.device):
+        x = augment_eager(images, indices, epoch, how, seed=seed, dtype=filters.dtype)
+        x = F.silu(F.conv2d(x, filters))
+        return x.contiguous(memory_format=torch.channels_last), targets_eager(
+            labels, indices, classes, smoothing
+        )
+    return _launch(images, labels, indices, epoch, how, filters, seed, filters.dtype, classes, smoothing)
 
 
 def targets_eager(
@@ -158,31 +204,61 @@ def _launch(
     indices: torch.Tensor,
     epoch: torch.Tensor,
     how: Augment,
+    filters: torch.Tensor | None,
     seed: int,
     dtype: torch.dtype,
     classes: int,
     smoothing: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from hotloop.kernels.programs.augment import augment_kernel
+    from hotloop.kernels.programs.augment import augment_kernel, filtered_kernel
 
     B, (_, H, W, C) = len(indices), images.shape
-    out = torch.empty((B, H, W, C), device=images.device, dtype=dtype)
+    device = images.device
     if classes:
-        targets = torch.empty((B, classes), device=images.device)
+        targets = torch.empty((B, classes), device=device)
     else:
-        targets = torch.empty((B if labels is not None else 0,), device=images.device, dtype=torch.int64)
-    block = 1024
-    scale, shift = _affine(how, C, images.device)
+        targets = torch.empty((B if labels is not None else 0,), device=device, dtype=torch.int64)
+    scale, shift = _affine(how, C, device)
     off, on = _levels(classes, smoothing) if classes else (0.0, 0.0)
-    width = 1 << (classes - 1).bit_length() if classes else 0
+    known = indices if labels is None else labels
+    numbers = (seed, off, on, how.brightness, how.contrast)
+    kinds = (
+        H, W, C, *how.offset, how.mirror, how.translate, _FLIPS.index(how.flip), how.cutout, how.padding == "zero",
+        bool(how.brightness or how.contrast), epoch.dim(), labels is not None, classes,
+        _power(classes) if classes else 0,
+    )  # fmt: skip
     # no fused multiply-add: the twin rounds after each operation
-    augment_kernel[(B, -(-(H * W * C) // block))](
-        images, indices, epoch, scale, shift, out, indices if labels is None else labels, targets, seed, off, on,
-        how.brightness, how.contrast, H, W, C, how.translate, _FLIPS.index(how.flip), how.cutout,
-        how.padding == "zero", bool(how.brightness or how.contrast), epoch.dim(), labels is not None, classes, width,
-        block, enable_fp_fusion=False,
+    if filters is None:
+        out = torch.empty((B, H, W, C), device=device, dtype=dtype)
+        augment_kernel[(B, -(-(H * W * C) // _BLOCK))](
+            images,
+            indices,
+            epoch,
+            scale,
+            shift,
+            out,
+            known,
+            targets,
+            *numbers,
+            *kinds,
+            _BLOCK,
+            enable_fp_fusion=False,
+        )
+        return out.permute(0, 3, 1, 2), targets
+    filters = filters.contiguous(memory_format=torch.channels_last)
+    n_out, K = len(filters), filters.shape[-1]
+    h, w = H - K + 1, W - K + 1
+    out = torch.empty((B, h, w, n_out), device=device, dtype=dtype)
+    filtered_kernel[(B, -(-(h * w) // _PIXELS))](
+        images, indices, epoch, scale, shift, out, known, targets, filters, *numbers, *kinds,
+        K, n_out, max(_power(C * K * K), 16), max(_power(n_out), 16), _PIXELS,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2), targets
+
+
+def _power(n: int) -> int:
+    """The power of two that is n or the next above."""
+    return 1 << (n - 1).bit_length()
 
 
 def augment_eager(
@@ -200,18 +276,21 @@ def augment_eager(
     t = how.translate
     rows, columns = torch.arange(H, device=device).expand(B, H), torch.arange(W, device=device).expand(B, W)
     place = philox(seed, indices, epoch, 0)
+    if how.mirror:
+        columns = W - 1 - columns
     if how.flip != "none":
         alternating = how.flip == "alternating"
         coin = philox(seed, indices, epoch * 0 if alternating else epoch, 2)[0]
         flipped = ((coin + epoch if alternating else coin) & 1).bool()[:, None]
         columns = torch.where(flipped, W - 1 - columns, columns)
     inside = None
+    rows, columns = rows + how.offset[0], columns + how.offset[1]
     if t:
         rows = rows + _below(place[0], 2 * t + 1)[:, None] - t
         columns = columns + _below(place[1], 2 * t + 1)[:, None] - t
-        if how.padding == "zero":
-            inside = ((rows >= 0) & (rows < H))[:, :, None] & ((columns >= 0) & (columns < W))[:, None, :]
-        rows, columns = _reflect(rows, H), _reflect(columns, W)
+    if how.padding == "zero":
+        inside = ((rows >= 0) & (rows < H))[:, :, None] & ((columns >= 0) & (columns < W))[:, None, :]
+    rows, columns = _reflect(rows, H), _reflect(columns, W)
     x = images[indices[:, None, None], rows[:, :, None], columns[:, None, :]].float()
     scale, shift = _affine(how, C, device)
     x = x * scale - shift

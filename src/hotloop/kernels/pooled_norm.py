@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 __all__ = ["pooled_norm_silu", "pooled_norm_silu_eager"]
 
-_MOST_ROWS = 1024
+_MOST_ROWS = 2048
 """Rows of partial sums at most: enough programs to fill a GPU, few enough to add up in no time."""
 
 
@@ -67,11 +67,13 @@ def pooled_norm_silu_eager(
 ) -> torch.Tensor:
     """`pooled_norm_silu` in torch's own operations, in float32 after the pooling."""
     pooled = F.max_pool2d(x, 2) if pool else x
-    z = F.batch_norm(pooled.float(), running_mean, running_var, None, bias, training, momentum, eps)
-    return F.silu(z).to(x.dtype)
+    # bias apart: torch 2.11 on CUDA cannot differentiate a norm that has a bias and no weight
+    z = F.batch_norm(pooled.float(), running_mean, running_var, None, None, training, momentum, eps)
+    return F.silu(z + bias[:, None, None]).to(x.dtype)
 
 
-_BP, _BC, _BR = 32, 64, 128
+_BP, _BC, _BR = 64, 64, 512
+_SUM_BP, _SUM_WARPS, _ADD_BC, _ADD_WARPS, _WARPS = 64, 8, 8, 8, 8
 
 
 def _grid(pixels: int, channels: int) -> tuple[int, int]:
@@ -80,10 +82,14 @@ def _grid(pixels: int, channels: int) -> tuple[int, int]:
 
 def _turns(pixels: int) -> int:
     """Blocks that one program adds up: a power of two, since each number is a program to compile."""
-    turns = 4
-    while -(-pixels // (_BP * turns)) > _MOST_ROWS:
+    turns = 1
+    while -(-pixels // (_SUM_BP * turns)) > _MOST_ROWS:
         turns *= 2
     return turns
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 class _PooledNorm(torch.autograd.Function):
@@ -104,7 +110,7 @@ class _PooledNorm(torch.autograd.Function):
         h, w = (H // 2, W // 2) if pool else (H, W)
         pixels = N * h * w
         turns = _turns(pixels)
-        rows, columns = -(-pixels // (_BP * turns)), C // _BC
+        rows, columns = -(-pixels // (_SUM_BP * turns)), C // _BC
         shape = (N, C, h, w)
         out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         pooled = torch.empty_like(out) if pool else x
@@ -112,14 +118,27 @@ class _PooledNorm(torch.autograd.Function):
         partial = torch.empty((rows, 2, C), device=x.device)
         statistics = torch.empty((2, C), device=x.device)
         programs.pool_and_sum[(rows, columns)](
-            x, pooled, which, partial, pixels, running_mean, H, W, C, pool, _BP, _BC, turns
+            x,
+            pooled,
+            which,
+            partial,
+            pixels,
+            running_mean,
+            H,
+            W,
+            C,
+            pool,
+            _SUM_BP,
+            _BC,
+            turns,
+            num_warps=_SUM_WARPS,
         )
-        programs.add_up[(C // 16,)](
+        programs.add_up[(C // _ADD_BC,)](
             partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
-            C, True, _BR, 16, _MOST_ROWS // _BR,
+            C, True, _BR, _ADD_BC, _power(-(-rows // _BR)), num_warps=_ADD_WARPS,
         )  # fmt: skip
         programs.scale_and_gate[_grid(pixels, C)](
-            pooled, out, statistics, bias, pixels, eps, h, w, C, False, False, _BP, _BC
+            pooled, out, statistics, bias, pixels, eps, h, w, C, False, False, _BP, _BC, num_warps=_WARPS
         )
         ctx.save_for_backward(pooled, which if pool else None, statistics, bias)
         ctx.shape, ctx.pool = (N, C, H, W), pool
@@ -134,14 +153,15 @@ class _PooledNorm(torch.autograd.Function):
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         pixels = pooled.numel() // C
         turns = _turns(pixels)
-        rows, columns = -(-pixels // (_BP * turns)), C // _BC
+        rows, columns = -(-pixels // (_SUM_BP * turns)), C // _BC
         partial = torch.empty((rows, 2, C), device=pooled.device)
         sums = torch.empty((2, C), device=pooled.device)
         programs.slope_and_sum[(rows, columns)](
-            pooled, gradient, statistics, bias, partial, pixels, C, _BP, _BC, turns
+            pooled, gradient, statistics, bias, partial, pixels, C, _SUM_BP, _BC, turns, num_warps=_SUM_WARPS
         )
-        programs.add_up[(C // 16,)](
-            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, 16, _MOST_ROWS // _BR,
+        programs.add_up[(C // _ADD_BC,)](
+            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, _power(-(-rows // _BR)),
+            num_warps=_ADD_WARPS,
         )  # fmt: skip
         dx = torch.empty(
             (N, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
@@ -149,7 +169,7 @@ class _PooledNorm(torch.autograd.Function):
         windows = N * ((H + 1) // 2) * ((W + 1) // 2) if ctx.pool else pixels
         programs.slope_and_scatter[_grid(windows, C)](
             pooled, gradient, statistics, bias, sums, which if ctx.pool else pooled, dx, windows, pixels,
-            H, W, C, ctx.pool, _BP, _BC,
+            H, W, C, ctx.pool, _BP, _BC, num_warps=_WARPS,
         )  # fmt: skip
         return dx, sums[0], None, None, None, None, None
 
@@ -170,7 +190,7 @@ def _infer(
     pixels = N * h * w
     statistics = torch.stack((running_mean, running_var))
     programs.scale_and_gate[_grid(pixels, C)](
-        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _BP, _BC
+        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _BP, _BC, num_warps=_WARPS
     )
     return out
 

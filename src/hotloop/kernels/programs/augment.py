@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from hotloop.kernels.language import jit, tl
 
-__all__ = ["augment_kernel"]
+__all__ = ["augment_kernel", "filtered_kernel"]
 
 
 @jit
@@ -35,26 +35,20 @@ def _below(
 
 
 @jit
-def augment_kernel(
-    images, indices, epoch, scale, shift, out, labels, targets, seed, off, on, brightness, contrast,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+def _value(
+    images, index, now, y, x, c, valid, scale, shift, seed, brightness, contrast,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
     TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
-    EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK values of one image of the batch; the first one of each image writes its target."""
-    row = tl.program_id(0)
-    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = e < H * W * C
-    c = e % C
-    x = (e // C) % W
-    y = e // (C * W)
-    index = tl.load(indices + row)
+    """The augmented image at (y, x, c), float32."""
     i32 = index.to(tl.uint32)
-    e32 = tl.load(epoch + row * EACH).to(tl.uint32)
+    e32 = now.to(tl.uint32)
     zero = i32 * 0
     p0, p1, p2, p3 = tl.philox(seed, i32, e32, zero, zero)
-    sy = y
+    sy = y + DOWN
     sx = x
+    if MIRROR:
+        sx = W - 1 - sx
     if FLIP > 0:
         if FLIP == 2:
             f0, _f1, _f2, _f3 = tl.philox(seed, i32, zero, zero + 2, zero)
@@ -62,17 +56,19 @@ def augment_kernel(
         else:
             f0, _f1, _f2, _f3 = tl.philox(seed, i32, e32, zero + 2, zero)
             coin = f0 & 1
-        sx = tl.where(coin == 1, W - 1 - x, x)
-    inside = valid
+        sx = tl.where(coin == 1, W - 1 - sx, sx)
+    sx = sx + RIGHT
     if TRANSLATE > 0:
         sy = sy + _below(p0, 2 * TRANSLATE + 1) - TRANSLATE
         sx = sx + _below(p1, 2 * TRANSLATE + 1) - TRANSLATE
-        if ZERO:
-            inside = valid & (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
+    inside = valid
+    if ZERO:
+        inside = valid & (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
+    if TRANSLATE > 0 or DOWN != 0 or RIGHT != 0:
         sy = _reflect(sy, H)
         sx = _reflect(sx, W)
     value = tl.load(images + index * (H * W * C) + (sy * W + sx) * C + c, mask=valid, other=0).to(tl.float32)
-    value = value * tl.load(scale + c) - tl.load(shift + c)
+    value = value * tl.load(scale + c, mask=valid, other=0.0) - tl.load(shift + c, mask=valid, other=0.0)
     if JITTER:
         t0, t1, _t2, _t3 = tl.philox(seed, i32, e32, zero + 1, zero)
         value = (value + _around(t0, brightness)) * (1 + _around(t1, contrast))
@@ -83,12 +79,77 @@ def augment_kernel(
         left = _below(p3, W) - CUTOUT // 2
         hole = (y >= top) & (y < top + CUTOUT) & (x >= left) & (x < left + CUTOUT)
         value = tl.where(hole, 0.0, value)
+    return value
+
+
+@jit
+def _write_target(labels, targets, row, index, off, on, CLASSES: tl.constexpr, WIDTH: tl.constexpr):
+    label = tl.load(labels + index)
+    if CLASSES > 0:
+        k = tl.arange(0, WIDTH)
+        tl.store(targets + row * CLASSES + k, tl.where(k == label, on, off), mask=k < CLASSES)
+    else:
+        tl.store(targets + row, label)
+
+
+@jit
+def augment_kernel(
+    images, indices, epoch, scale, shift, out, labels, targets, seed, off, on, brightness, contrast,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
+    TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
+    EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK values of one image of the batch; the first one of each image writes its target."""
+    row = tl.program_id(0)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = e < H * W * C
+    index = tl.load(indices + row)
+    now = tl.load(epoch + row * EACH)
+    value = _value(
+        images, index, now, e // (C * W), (e // C) % W, e % C, valid, scale, shift, seed, brightness, contrast,
+        H, W, C, DOWN, RIGHT, MIRROR, TRANSLATE, FLIP, CUTOUT, ZERO, JITTER,
+    )  # fmt: skip
     tl.store(out + row.to(tl.int64) * (H * W * C) + e, value.to(out.dtype.element_ty), mask=valid)
     if LABELLED:  # noqa: SIM102 - known when compiled, the next one is not
         if tl.program_id(1) == 0:
-            label = tl.load(labels + index)
-            if CLASSES > 0:
-                k = tl.arange(0, WIDTH)
-                tl.store(targets + row * CLASSES + k, tl.where(k == label, on, off), mask=k < CLASSES)
-            else:
-                tl.store(targets + row, label)
+            _write_target(labels, targets, row, index, off, on, CLASSES, WIDTH)
+
+
+@jit
+def filtered_kernel(
+    images, indices, epoch, scale, shift, out, labels, targets, weight, seed, off, on, brightness, contrast,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
+    TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
+    EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
+    K: tl.constexpr, OUT: tl.constexpr, PATCH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK pixels of one augmented image through K x K filters and SiLU; PATCH and COLUMNS are padded."""
+    row = tl.program_id(0)
+    index = tl.load(indices + row)
+    now = tl.load(epoch + row * EACH)
+    OW: tl.constexpr = W - K + 1
+    pixels: tl.constexpr = (H - K + 1) * OW
+    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, PATCH)
+    o = tl.arange(0, COLUMNS)
+    y = (p // OW)[:, None] + (k // (C * K))[None, :]
+    x = (p % OW)[:, None] + ((k // C) % K)[None, :]
+    valid = (p < pixels)[:, None] & (k < C * K * K)[None, :]
+    c = (k % C)[None, :] + y * 0
+    value = _value(
+        images, index, now, y, x, c, valid, scale, shift, seed, brightness, contrast,
+        H, W, C, DOWN, RIGHT, MIRROR, TRANSLATE, FLIP, CUTOUT, ZERO, JITTER,
+    )  # fmt: skip
+    value = tl.where(valid, value, 0.0).to(out.dtype.element_ty)
+    filters = tl.load(
+        weight + o[None, :] * (C * K * K) + k[:, None],
+        mask=(k < C * K * K)[:, None] & (o < OUT)[None, :],
+        other=0.0,
+    )
+    z = tl.dot(value, filters, input_precision="ieee")
+    z = z * tl.sigmoid(z)
+    at = out + (row.to(tl.int64) * pixels + p)[:, None] * OUT + o[None, :]
+    tl.store(at, z.to(out.dtype.element_ty), mask=(p < pixels)[:, None] & (o < OUT)[None, :])
+    if LABELLED:  # noqa: SIM102 - known when compiled, the next one is not
+        if tl.program_id(1) == 0:
+            _write_target(labels, targets, row, index, off, on, CLASSES, WIDTH)

@@ -87,12 +87,11 @@ class GPT(nn.Module):
 
 def read_text(path: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Characters to train on, whole windows of 256 to validate on (and what follows each), how many there are."""
-    text = Path(path).read_text(encoding="utf-8")
-    ids = {c: i for i, c in enumerate(sorted(set(text)))}
-    data = torch.tensor([ids[c] for c in text], device=device)
+    data = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8).to(device)
+    characters, data = data.unique(return_inverse=True)
     train, held = data[: int(0.9 * len(data))], data[int(0.9 * len(data)) :]
     windows = (len(held) - 1) // 256
-    return train, torch.stack([held[i : i + windows * 256].view(-1, 256) for i in (0, 1)]), len(ids)
+    return train, torch.stack([held[i : i + windows * 256].view(-1, 256) for i in (0, 1)]), len(characters)
 
 
 def batches(text: torch.Tensor, recipe: Recipe):

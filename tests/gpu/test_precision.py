@@ -9,7 +9,7 @@ from torch import nn
 
 import hotloop
 from hotloop.errors import PrecisionError
-from hotloop.precision import Precision
+from hotloop.precision import Precision, agreement
 from hotloop.precision.float8 import Float8Numbers, multiply, quantise
 
 pytestmark = pytest.mark.gpu
@@ -134,6 +134,17 @@ def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
         loop.end_training()
         losses.append(torch.stack(rows))
     assert torch.equal(*losses)
+
+
+def test_errors_of_fp8_are_shown_module_by_module() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+    random = torch.cuda.get_rng_state()
+    table = agreement(model, torch.randn(48, 64), FP8, reference="float64")
+    twin = agreement(model, torch.randn(48, 64), Precision("fp8", layers="all", emulated=True))
+    assert 0.01 < table.rows[0].worst < 0.2
+    assert table.rows[0].worst == pytest.approx(twin.rows[0].worst, rel=0.5)
+    assert torch.equal(random, torch.cuda.get_rng_state())
 
 
 def test_formats_of_other_cards_are_refused() -> None:

@@ -56,7 +56,9 @@ def test_layers_of_a_size_that_gains_are_chosen_but_the_output() -> None:
     assert choose_layers(wide_output).chosen == ("0", "1")
     assert choose_layers(named).kept == {"output": "the model's output"}
     assert "body" in choose_layers(tied).kept
-    assert choose_layers(Net(32)).chosen == ()
+    small = choose_layers(Net(32))
+    assert small.chosen == ()
+    assert str(small).startswith("fp8 in none of 6 Linear layers")
 
 
 def test_layers_by_name() -> None:

@@ -35,9 +35,12 @@ class Float8Layers:
     kept: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        text = f"fp8 in {len(self.chosen)} of {len(self.chosen) + len(self.kept)} Linear layers"
-        names = _gathered(list(self.chosen))
-        return f"{text}: {', '.join(names)}" if names else text
+        count = len(self.chosen) + len(self.kept)
+        if not self.chosen:
+            return f"fp8 in none of {count} Linear layers, all compute in 16 bits; loop.explain() says why"
+        return (
+            f"fp8 in {len(self.chosen)} of {count} Linear layers: {', '.join(_gathered(list(self.chosen)))}"
+        )
 
 
 class _Switch:

@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.optim import EMA, SGD, AdamW, Muon, masters_of, no_decay, split_matrices
+from hotloop.precision import Precision
 
 OPTIMIZERS = {
     "adamw": lambda model: AdamW(no_decay(model, 0.05), lr=0.01),
@@ -170,3 +171,15 @@ def test_accumulation_is_one_update_a_window(make_loop):
         results.append([p.detach() for p in model.parameters()])
         assert loop.updates == 4
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_precision_without_masters_is_obeyed(make_loop, name):
+    precision = Precision("bf16", weights="bf16", master="none")
+    _, model, optimizer, _, _ = train(make_loop("host", precision=precision), name)
+    assert masters_of(optimizer) is None
+    assert all(group["master"] is False for group in optimizer.param_groups)
+    assert {v.dtype for p in model.parameters() for k, v in optimizer.state[p].items() if k != "step"} == {
+        torch.bfloat16,
+        torch.float32,
+    }

@@ -148,7 +148,13 @@ class Preparer:
 
     def _give_masters(self, optimizer: Any) -> None:
         """Let `optimizer` keep masters of its parameters that are stored in bf16, whichever was prepared first."""
-        if not self._precision.stores_16_bits or self._precision.master != "fp32":
+        if not self._precision.stores_16_bits:
+            return
+        if self._precision.master != "fp32":
+            for group in optimizer.param_groups:
+                if group.get("master", False) is None:
+                    # hotloop's optimizers keep masters unless they are told not to
+                    group["master"] = False
             return
         from hotloop.optim import add_masters
         from hotloop.precision.weights import needs_masters, take_originals

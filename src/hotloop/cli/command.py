@@ -8,13 +8,21 @@ import sys
 from collections.abc import Sequence
 
 from hotloop import __version__
-from hotloop.cli import doctor, env, launch, lr_find, native, runs
+from hotloop.cli import doctor, env, launch, lr_find, native, runs, tune
 from hotloop.cli.verb import Verb
 from hotloop.errors import HotloopError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (launch.VERB, doctor.VERB, lr_find.VERB, env.VERB, runs.VERB, native.VERB)
+VERBS: tuple[Verb, ...] = (
+    launch.VERB,
+    doctor.VERB,
+    tune.VERB,
+    lr_find.VERB,
+    env.VERB,
+    runs.VERB,
+    native.VERB,
+)
 
 _EXAMPLES = """examples:
   hotloop launch -n 2 train.py --epochs 3

@@ -21,6 +21,7 @@ from hotloop.loop.course import Course
 from hotloop.loop.every import Every
 from hotloop.loop.faults import Faults
 from hotloop.loop.machine import MachineUse
+from hotloop.loop.observing import OBSERVERS
 from hotloop.loop.modules import binding_of
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.saving import Saver
@@ -209,6 +210,8 @@ class Loop:
         self._course.preparer, self._course.saver = self._preparer, self._saver
         if self.device.type in ("xpu", "mps"):
             self._say(f"running on {self.device}: found through torch.accelerator, not tested by hotloop")
+        for observer in OBSERVERS:
+            observer(self)
 
     # ------------------------------------------------------------------------------------------------ preparing
 

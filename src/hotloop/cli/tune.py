@@ -1,0 +1,158 @@
+"""`hotloop tune`: find the settings that make a script fastest and leave its training the same."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotloop.cli.launch import split_arguments
+from hotloop.cli.verb import Verb
+from hotloop.errors import HotloopError
+
+if TYPE_CHECKING:
+    from hotloop.tune import Rung
+
+__all__ = ["VERB"]
+
+_SUMMARY = "find the settings that make a script fastest, and prove that it is the same training"
+_USAGE = """hotloop tune [options] SCRIPT.py [ARGUMENT ...]
+       hotloop tune [options] -m MODULE [ARGUMENT ...]"""
+_EPILOG = """The script is run many times, a stretch of it each time, with settings replaced from outside: nothing is
+edited. Its records, checkpoints, trackers and torch.save are left out meanwhile; other files that it writes
+are written. What is kept goes to SCRIPT.tuned.toml, a report to SCRIPT.tuned.html.
+Ctrl-C ends it with the best so far.
+
+examples:
+  hotloop tune train.py --epochs 3
+  hotloop tune --budget 2m --out tuned train.py
+  hotloop tune --exact -m project.train          only what is bitwise the same"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hotloop tune",
+        usage=_USAGE,
+        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-m", "--module", metavar="MODULE", help="tune a module, as `python -m` runs it")
+    add(
+        "--budget", default="10m", metavar="TIME", help="time to spend, such as 90s, 10m or 1h (default: 10m)"
+    )
+    add("--exact", action="store_true", help="keep only what is bitwise equal to the script as it is")
+    add("--seeds", type=int, default=3, metavar="K", help="further seeds of the reference (default: 3)")
+    add("--rungs", metavar="FILE.py", help="try the list RUNGS of this file first")
+    add("--out", metavar="FOLDER", help="where settings and report go (default: beside the script)")
+    add("--json", action="store_true", help="print the result machine-readable")
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    own, rest = split_arguments(arguments, parser)
+    options = parser.parse_args(own)
+    if options.module is None and not rest:
+        parser.error("there is no script to tune")
+    if options.seeds < 1:
+        raise HotloopError(f"--seeds {options.seeds}: a band needs at least 1 further seed")
+    budget_s = _seconds(options.budget)
+    rungs = _read_rungs(options.rungs) if options.rungs else []
+    from hotloop.tune import tune, tuned_path, write_report, write_tuned
+    from hotloop.tune.page import format_result
+
+    target = options.module if options.module is not None else rest.pop(0)
+    module = options.module is not None
+    path = tuned_path(target, module=module)
+    if options.out:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+        path = Path(options.out) / path.name
+    teller = _Teller()
+    result = tune(
+        target,
+        rest,
+        module=module,
+        budget_s=budget_s,
+        exact=options.exact,
+        seeds=options.seeds,
+        rungs=rungs,
+        tell=teller.tell,
+    )
+    teller.end()
+    report = path.with_suffix(".html")
+    try:
+        if result.kept:
+            write_tuned(result, path)
+        write_report(result, report)
+    except OSError as error:
+        raise HotloopError(f"{path.parent} cannot be written to: {error.strerror or error}") from error
+    if options.json:
+        plain = result.to_plain() | {"tuned": str(path) if result.kept else None, "report": str(report)}
+        print(json.dumps(plain, indent=2, allow_nan=False, default=str))
+        return 0
+    print("\n" + format_result(result, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    if result.kept:
+        print(f"settings: {path}   use: Loop(settings={str(path)!r})")
+    print(f"report:   {report}   ({result.trials} trials, {result.seconds:.0f} s)")
+    return 0
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise HotloopError(f"--budget {text!r} is no time: write 90s, 10m or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _read_rungs(file: str) -> list[Rung]:
+    path = Path(file)
+    found = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if found is None or found.loader is None:
+        raise HotloopError(f"--rungs {file}: there is no such Python file")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    rungs = getattr(module, "RUNGS", None)
+    from hotloop.tune import Rung
+
+    if not isinstance(rungs, list) or not all(isinstance(rung, Rung) for rung in rungs):
+        raise HotloopError(f"--rungs {file}: it has no list RUNGS of hotloop.tune.Rung")
+    return rungs
+
+
+class _Teller:
+    """Lines that stay, and on a terminal one that is redrawn: all on stderr."""
+
+    def __init__(self) -> None:
+        self._drawn = False
+        self._redraws = sys.stderr.isatty()
+
+    def tell(self, kind: str, text: str) -> None:
+        """See `hotloop.tune.tune`."""
+        if kind == "now" and not self._redraws:
+            return
+        self._clear()
+        if kind == "now":
+            print(f"  {text[:100]} …", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr)
+            self._drawn = False
+
+
+VERB = Verb("tune", _SUMMARY, _run)

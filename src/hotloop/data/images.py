@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import torch
 
 from hotloop.data.resizing import resize_images
 from hotloop.errors import DataError
-from hotloop.kernels.augment import Augment, augment, augment_labelled
+from hotloop.kernels.augment import Augment, augment, augment_filtered, augment_labelled
 
 __all__ = ["ResidentImages"]
 
@@ -27,6 +28,8 @@ class ResidentImages:
         classes: 0 for labels as they are; else targets are float32 [B, classes], 1 - smoothing at the label and
             smoothing / classes more everywhere.
         smoothing: of such targets.
+        filters: a first layer that does not learn, [O, C, K, K]: batches are silu(conv2d(images, filters)), of its
+            dtype, made by the same kernel. It is read at each batch, and may be changed in place. Needs labels.
         device: where all of it is moved.
         eager: use the twin on a CUDA device too.
 
@@ -43,6 +46,7 @@ class ResidentImages:
         dtype: torch.dtype = torch.float32,
         classes: int = 0,
         smoothing: float = 0.0,
+        filters: torch.Tensor | None = None,
         device: torch.device | str | None = None,
         eager: bool = False,
     ) -> None:
@@ -53,6 +57,8 @@ class ResidentImages:
             )
         if labels is not None and len(labels) != len(images):
             raise DataError(f"{len(images)} images have {len(labels)} labels")
+        if filters is not None and labels is None:
+            raise DataError("a first layer in the loader needs labels")
         if smoothing and not classes:
             raise DataError("smoothing needs classes: how many there are")
         where = images.device if device is None else torch.device(device)
@@ -62,6 +68,7 @@ class ResidentImages:
         self.dtype = dtype
         self.classes = classes
         self.smoothing = smoothing
+        self.filters = filters
         self.eager = eager
         self._sized: dict[int, torch.Tensor] = {}
 
@@ -72,6 +79,12 @@ class ResidentImages:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def seen(self, how: Augment) -> ResidentImages:
+        """The same images, treated as `how` says; for test-time views."""
+        other = copy.copy(self)
+        other.how = how
+        return other
 
     def at_size(self, size: int) -> torch.Tensor:
         """All images at height `size`, anti-aliased, uint8; made once and kept."""
@@ -95,6 +108,11 @@ class ResidentImages:
             how = replace(how, translate=round(how.translate * share), cutout=round(how.cutout * share))
         if self.labels is None:
             return augment(images, indices, epoch, how, seed=seed, dtype=self.dtype, eager=self.eager)
+        if self.filters is not None:
+            return augment_filtered(
+                images, self.labels, indices, epoch, how, self.filters, seed=seed, classes=self.classes,
+                smoothing=self.smoothing, eager=self.eager,
+            )  # fmt: skip
         return augment_labelled(
             images, self.labels, indices, epoch, how, seed=seed, dtype=self.dtype, classes=self.classes,
             smoothing=self.smoothing, eager=self.eager,

@@ -153,7 +153,8 @@ def make_run(folder: str, recipe: Recipe, capture: str = "graph"):
             )
             scheduler.load_state_dict(state)
             for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+                if not isinstance(group["lr"], torch.Tensor):  # a table on the device sees to itself
+                    group["lr"] = rate
         loader = data.ResidentLoader(train, seed=seed, resizing=sizes, drop_last=True)
         done = 0
         while done < total:

@@ -177,7 +177,11 @@ class ResidentSchedule:
         for group, rate in zip(groups, rates, strict=False):
             group["lr"] = rate
         for (g, name), view in zip(self._others, self._views[len(groups) :], strict=True):
-            groups[g][name] = view if name != "betas" else (view, *groups[g]["betas"][1:])
+            if name != "betas":
+                groups[g][name] = view
+            elif groups[g]["betas"][0] is not view:
+                # the very same tuple at every step: a captured step that finds another looks at everything
+                groups[g]["betas"] = (view, *groups[g]["betas"][1:])
         if self._on_host:
             for group, others in zip(groups, self._shadow.others(known), strict=True):
                 group.update({name: others[name] for name in self._on_host if name in others})

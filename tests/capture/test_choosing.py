@@ -35,7 +35,7 @@ def compiling(monkeypatch):
         count = 0
         fail = False
 
-        def __call__(self, function):
+        def __call__(self, function, **options):
             self.count += 1
 
             def compiled(*args, **kwargs):

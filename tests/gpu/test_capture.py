@@ -469,3 +469,31 @@ def test_two_optimizers_two_steps():
             assert run.reason is None
             assert run.replays > 12
     torch.testing.assert_close(trails[1], trails[0], rtol=1e-4, atol=1e-5)
+
+
+def test_random_numbers_go_on_after_a_recording_that_failed():
+    loop = hotloop.Loop(seed=0, record=False)
+    count = 0
+
+    def hidden(x):
+        nonlocal count
+        count += 1
+        if count > 3:
+            torch.cuda.synchronize()
+        return x
+
+    step = loop.capture(lambda x: hidden(torch.rand_like(x)), mode="graph")
+    torch.manual_seed(5)
+    values = [step(torch.zeros(8, device="cuda")) for _ in range(6)]
+    assert step.captures == 0
+    torch.manual_seed(5)
+    expected = [torch.rand(8, device="cuda") for _ in range(6)]
+    assert torch.equal(torch.stack(values[:3]), torch.stack(expected[:3]))
+    assert torch.isfinite(torch.stack(values)).all()
+    # another step is recorded in the same process
+    other = loop.capture(lambda x: x + torch.rand_like(x), mode="graph")
+    torch.manual_seed(6)
+    drawn = [other(torch.zeros(8, device="cuda")) for _ in range(8)]
+    assert other.captures == 1
+    torch.manual_seed(6)
+    assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(8, device="cuda") for _ in range(8)]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["cause_of", "first_line", "host_names", "megabytes"]
+__all__ = ["cause_of", "first_line", "host_names", "is_library", "megabytes"]
 
 
 def first_line(error: BaseException) -> str:
@@ -28,6 +29,11 @@ def cause_of(error: BaseException) -> str:
         return first_line(error)
     last = frames[-1]
     return f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno} `{last.line}`: {first_line(error)}"
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is of an installed package, not of the user's own code."""
+    return any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
 
 
 def megabytes(count: int) -> str:

@@ -18,7 +18,7 @@ from hotloop.capture.effects import find_effects
 from hotloop.capture.entry import Entry, describe
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
-from hotloop.capture.reasons import cause_of, first_line, host_names
+from hotloop.capture.reasons import cause_of, first_line, host_names, is_library
 from hotloop.capture.recordings import Recordings
 from hotloop.errors import CaptureError
 from hotloop.stalls import record_syncs
@@ -127,6 +127,7 @@ class CapturedStep:
         self._usual_state = -1
         self._new_numbers = 0
         self._compiled: dict[nn.Module, Any] = {}
+        self._suspect: str | None = None
         self._choice: Choice | None = None
         self._recorder = host.recorder() if mode in ("auto", "graph", "full") else None
         self._recordings: Recordings | None = None
@@ -344,7 +345,9 @@ class CapturedStep:
         """An eager step on the recording stream; the one before recording is watched for waits."""
         fingerprint, choice = self._frozen.fingerprint, self._choice
         values, tensors = fingerprint.take(), fingerprint.tensors()
-        watch: AbstractContextManager[Any] = record_syncs(self._host.device) if watched else nullcontext([])
+        watch: AbstractContextManager[Any] = nullcontext([])
+        if watched:
+            watch = record_syncs(self._host.device, copies=True)
         trial = choice if choice is not None and entry.compiled and choice.untried else None
         gradients = [p.grad for p in fingerprint.parameters] if trial is not None else []
         try:
@@ -359,9 +362,12 @@ class CapturedStep:
             return self._run_eagerly(args, kwargs)
         if trial is not None:
             trial.untried = False
-        if waits:
+        if waits and not is_library(waits[0].file):
             self._give_up(str(waits[0]))
-        elif (now := fingerprint.tensors()) != tensors:
+            return result
+        # a library may look at values only while nothing is being recorded: the recording shows it
+        self._suspect = str(waits[0]) if waits else None
+        if (now := fingerprint.tensors()) != tensors:
             name = next(n for n in now if now[n] != tensors.get(n))
             self._give_up(
                 f"the step replaces the tensor {name}; a replay would not see the new one: write into it"
@@ -404,7 +410,7 @@ class CapturedStep:
             elif self._choice is not None and entry.compiled:
                 self._choice.refuse(f"{self.name} is recorded with eager kernels: {cause_of(error)}")
             else:
-                self._give_up(cause_of(error))
+                self._give_up(self._suspect or cause_of(error))
             return False
         entry.effects = effects
         entry.outputs, entry.spec = tree_flatten(result)

@@ -298,3 +298,55 @@ def test_a_recorded_update_reads_what_is_there_at_replay():
         assert norm.item() == pytest.approx(by_hand().item(), rel=1e-6)
     assert max(distance(a, b) for a, b in zip(params, exact, strict=True)) < 5e-7
     assert {s.item() for s in state["steps"]} == {4.0}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16-true"}]
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_captured_step_uses_the_kernels_and_learns_as_the_eager_one(settings, accumulation, monkeypatch):
+    import hotloop
+    import hotloop.kernels.adamw
+    from hotloop.kernels.programs import many
+
+    calls = []
+    launch = many.adamw.run
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(many.adamw, "run", counted)
+    monkeypatch.setenv("HOTLOOP_KERNELS", "1")
+
+    def train(mode):
+        loop = hotloop.Loop(seed=0, record=False, accumulation=accumulation, nonfinite="skip", **settings)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 1)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.randn(512, 32)
+        data = torch.utils.data.TensorDataset(x, x[:, :1] * 2)
+        loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
+        model, optimizer, loader = loop.prepare(model, optimizer, loader)
+
+        def step(x, y):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loop.backward(loss)
+            loop.update(optimizer, max_norm=0.5)
+            return loss
+
+        run = loop.capture(step, mode=mode)
+        losses = torch.stack([run(x, y) for _ in loop.epochs(6) for x, y in loader]).detach()
+        return losses, run, optimizer
+
+    eager, _, plain = train("off")
+    assert not calls
+    captured, run, optimizer = train("full")
+    assert run.reason is None
+    assert calls
+    assert optimizer.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+    bound = 1e-4 if settings["precision"] == "fp32" else 0.1
+    assert (captured[-8:].mean() - eager[-8:].mean()).abs() <= bound * eager[-8:].mean() + 1e-4
+    assert captured[-8:].mean() < 0.2 * captured[0]

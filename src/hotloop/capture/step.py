@@ -21,6 +21,7 @@ from hotloop.capture.graphs import Recorder
 from hotloop.capture.reasons import cause_of, first_line, host_names, is_library
 from hotloop.capture.recordings import Recordings
 from hotloop.errors import CaptureError
+from hotloop.kernels.selection import kernels_chosen, kernels_wanted
 from hotloop.stalls import record_syncs
 
 __all__ = ["CapturedStep", "StepHost"]
@@ -126,8 +127,8 @@ class CapturedStep:
         self._usual: dict[Any, Entry] = {}
         self._usual_state = -1
         self._new_numbers = 0
-        self._compiled: dict[nn.Module, Any] = {}
         self._suspect: str | None = None
+        self._compiled: dict[nn.Module, Any] = {}
         self._choice: Choice | None = None
         self._recorder = host.recorder() if mode in ("auto", "graph", "full") else None
         self._recordings: Recordings | None = None
@@ -439,15 +440,22 @@ class CapturedStep:
             return
         modules = self._host.modules()
         before = [m._compiled_call_impl for m in modules]
+        ours = self._host.device.type == "cuda" and kernels_wanted()
+        options: dict[str, Any] = {}
+        if ours:
+            from hotloop.kernels import compile_fused
+
+            options["backend"] = compile_fused
         for module in modules:
             if module not in self._compiled:
                 self._host.say(
                     f"compiling the forward of {type(module).__name__} (once; takes seconds to minutes)"
                 )
-                self._compiled[module] = torch.compile(_traceable_call(module))
+                self._compiled[module] = torch.compile(_traceable_call(module), **options)
             module._compiled_call_impl = self._compiled[module]
         try:
-            yield
+            with kernels_chosen(ours):
+                yield
         finally:
             for module, compiled in zip(modules, before, strict=True):
                 module._compiled_call_impl = compiled

@@ -7,11 +7,13 @@ from hotloop.deferred import deferred
 if TYPE_CHECKING:
     from hotloop.kernels.adamw import adamw_eager, adamw_runs_on, fused_adamw
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
+    from hotloop.kernels.eight_bits import cast_both_ways, cast_both_ways_eager
     from hotloop.kernels.fusion import compile_fused, rewrite
     from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
     from hotloop.kernels.normalisation import layer_norm, layer_norm_eager
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
     from hotloop.kernels.registry import RegisteredKernel, register
+    from hotloop.kernels.selection import chosen, kernels_chosen, kernels_wanted
     from hotloop.kernels.tables import Tables
 
 __all__ = [
@@ -21,11 +23,16 @@ __all__ = [
     "adamw_runs_on",
     "bias_gelu",
     "bias_gelu_eager",
+    "cast_both_ways",
+    "cast_both_ways_eager",
+    "chosen",
     "clip_norm",
     "clip_norm_eager",
     "compile_fused",
     "cross_entropy_eager",
     "fused_adamw",
+    "kernels_chosen",
+    "kernels_wanted",
     "layer_norm",
     "layer_norm_eager",
     "linear_cross_entropy",
@@ -43,11 +50,16 @@ __getattr__ = deferred(
         "adamw_runs_on": "hotloop.kernels.adamw",
         "bias_gelu": "hotloop.kernels.gelu",
         "bias_gelu_eager": "hotloop.kernels.gelu",
+        "cast_both_ways": "hotloop.kernels.eight_bits",
+        "cast_both_ways_eager": "hotloop.kernels.eight_bits",
+        "chosen": "hotloop.kernels.selection",
         "clip_norm": "hotloop.kernels.norms",
         "clip_norm_eager": "hotloop.kernels.norms",
         "compile_fused": "hotloop.kernels.fusion",
         "cross_entropy_eager": "hotloop.kernels.cross_entropy",
         "fused_adamw": "hotloop.kernels.adamw",
+        "kernels_chosen": "hotloop.kernels.selection",
+        "kernels_wanted": "hotloop.kernels.selection",
         "layer_norm": "hotloop.kernels.normalisation",
         "layer_norm_eager": "hotloop.kernels.normalisation",
         "linear_cross_entropy": "hotloop.kernels.cross_entropy",

@@ -316,7 +316,11 @@ class Loop:
             raise PrepareError(f"update: {type(optimizer).__name__} is not prepared")
         norm = None
         if max_norm is not None:
-            norm = self.clip_grad_norm_(updates.parameters(), max_norm)
+            updates.folding = True
+            try:
+                norm = self.clip_grad_norm_(updates.parameters(), max_norm)
+            finally:
+                updates.folding = False
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

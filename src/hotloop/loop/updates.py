@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from hotloop.errors import OptimizerError
+from hotloop.kernels.selection import chosen
 from hotloop.loop.buffers import BufferKeeper
 from hotloop.loop.window import Window
 from hotloop.optim.gradients import as_real_dense, clip_coefficient, total_norm
+from hotloop.optim.one_launch import OneLaunch
 from hotloop.optim.skipping import MaskedStep, choose_route, takes_device_rate
 from hotloop.stalls import LISTENERS, mark_step
 from hotloop.state.host import HostState
 from hotloop.state.resident import ResidentState
+
+if TYPE_CHECKING:
+    from hotloop.kernels import Tables
 
 __all__ = ["HostUpdates", "ResidentUpdates", "Updates", "updates_of"]
 
@@ -27,6 +32,7 @@ class Updates(ABC):
     Attributes:
         attempted: updates made or refused so far.
         pending: micro-batches backpropagated since the last update.
+        folding: a step follows the next clipping at once, and may take the factor along.
     """
 
     def __init__(self, optimizer: Optimizer, window: Window, keepers: list[BufferKeeper]) -> None:
@@ -35,6 +41,7 @@ class Updates(ABC):
         self.keepers = keepers
         self.attempted = 0
         self.pending = 0
+        self.folding = False
         self.judged = False
         self._scaled: set[int] = set()
         self._stepped_in = -1
@@ -354,6 +361,10 @@ class ResidentUpdates(Updates):
         # an fp16 overflow is skipped whatever is asked about non-finite losses
         self.route = choose_route(optimizer, "skip" if state.scale is not None else state.nonfinite)
         self._masked = MaskedStep(optimizer, self._step, state.nonfinite) if self.route == "masked" else None
+        self._one_launch: OneLaunch | None = None
+        self._looked = False
+        self._coefficient: torch.Tensor | None = None
+        self._tables: Tables | None = None
         self._after = after
 
     def install(self) -> None:
@@ -405,7 +416,23 @@ class ResidentUpdates(Updates):
         return result
 
     def _make_step(self) -> Any:
+        coefficient, self._coefficient = self._coefficient, None
+        kernel = self._kernel()
+        if kernel is None and coefficient is not None:
+            torch._foreach_mul_(self._gradients(self.parameters()), coefficient)
+        if kernel is not None:
+            return kernel(coefficient, self.verdict.refuse if self.watching else None)
         return self._masked(self.verdict.refuse) if self._masked is not None else self._step()
+
+    def _kernel(self) -> OneLaunch | None:
+        """Hotloop's own kernel for the next step, where kernels are chosen and this optimizer's step is one."""
+        if not chosen() or self._masked is not None:
+            return None
+        if not self._looked:
+            self._looked = True
+            self._one_launch = OneLaunch.of(self.optimizer)
+        kernel = self._one_launch
+        return kernel if kernel is not None and kernel.ready() else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `Updates.zero_grad`; under capture it is recorded, or done after each replay."""
@@ -442,7 +469,6 @@ class ResidentUpdates(Updates):
         """
         listed = [p for p in parameters if p.grad is not None]
         gradients = self._gradients(listed)
-        total = total_norm(gradients, norm_type)
         factor = 1.0 if self.window.plain else self.window.factor()
         already = bool(self._scaled) and all(id(p) in self._scaled for p in listed)
         inverse = None
@@ -450,16 +476,37 @@ class ResidentUpdates(Updates):
             self.state.scale is not None or isinstance(factor, torch.Tensor) or factor != 1.0
         ):
             inverse = self.state.inverse(factor)
-            total = total * inverse
             self._scaled.update(id(p) for p in listed)
-        coefficient = clip_coefficient(total, max_norm)
-        if inverse is not None:
-            coefficient = coefficient * inverse
-        if gradients:
-            torch._foreach_mul_(gradients, coefficient)
+        if gradients and norm_type == 2.0 and chosen() and gradients[0].device.type == "cuda":
+            total = self._clip_by_kernel(gradients, max_norm, inverse)
+        else:
+            total = total_norm(gradients, norm_type)
+            if inverse is not None:
+                total = total * inverse
+            coefficient = clip_coefficient(total, max_norm)
+            if inverse is not None:
+                coefficient = coefficient * inverse
+            if gradients:
+                torch._foreach_mul_(gradients, coefficient)
         if self._covers(listed):
             self.judged = True
             self.state.judge_norm(self.verdict, total)
+        return total
+
+    def _clip_by_kernel(
+        self, gradients: list[torch.Tensor], max_norm: float, inverse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One launch measures; the factor is left to the step that follows, or is one launch more."""
+        from hotloop.kernels import Tables, clip_norm, scale_all
+
+        kernel = self._kernel() if self.folding and (self.state.tape is None or self.recordable()) else None
+        if self._tables is None:
+            self._tables = Tables()
+        total, coefficient = clip_norm(gradients, max_norm, inverse=inverse, tables=self._tables)
+        if kernel is not None:
+            self._coefficient = coefficient
+        else:
+            scale_all(gradients, coefficient, tables=self._tables)
         return total
 
     def make_true(self) -> None:

@@ -64,6 +64,13 @@ class Recipe:
         return found
 
 
+BEST = Recipe()
+"""What was found on held-out training images, with nothing to compile but Triton's kernels: the warm one."""
+
+COLD = replace(BEST, kernels=False)
+"""The same recipe with torch's own kernels alone, which are there at once."""
+
+
 def read_cifar(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Images uint8 [N, 32, 32, 3] and labels int64 [N] of train and test, from train.pt and test.pt there."""
     parts: list[torch.Tensor] = []

@@ -4,7 +4,7 @@ python examples/cifar10.py FOLDER --runs 3
 
 FOLDER holds train.pt and test.pt: {"images": uint8 [N, 32, 32, 3], "labels": int64 [N]}. The recipe descends from
 published ones (Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, and its variant with Muon; hiverge's
-cifar10-speedrun, 2025). Images, order and weights lie on the device; each size's step is one launch. The first run of
+cifar10-speedrun, 2025). Images, order and weights lie on the device, each size's step is one launch. The first run of
 a process records its steps; later runs find them.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 
 import hotloop
 from hotloop import data, optim
-from hotloop.kernels.pooled_norm import pooled_norm_silu
+from hotloop.kernels.pooled_norm import PooledNormSiLU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,126 +43,95 @@ LIVELY = dataclasses.replace(PLAIN, translate=2, flip="alternating", brightness=
 VIEWS = [dataclasses.replace(PLAIN, offset=(d, d), mirror=m) for d in (0, -1, 1) for m in (False, True)]
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     """On 24 whitened features: three blocks of (conv, pool, norm, SiLU, conv, norm, SiLU); the largest; linear."""
 
     def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
         a, b, c = recipe.widths
-        plan = [(24, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1, bias=False) for i, o in plan)
-        self.head = nn.Linear(c, 10, bias=False)
-        self.to(recipe.dtype, memory_format=torch.channels_last)
-        self.biases = nn.ParameterList(torch.zeros(o) for _, o in plan)
-        self.register_buffer("statistics", torch.zeros(2, len(plan), max(recipe.widths)))
+        layers: list[nn.Module] = []
+        for k, (i, o) in enumerate([(24, a), (a, a), (a, b), (b, b), (b, c), (c, c)]):
+            conv = nn.Conv2d(i, o, 3, padding=1, bias=False, dtype=recipe.dtype)
+            layers += [conv, PooledNormSiLU(o, pool=k % 2 == 0, momentum=0.44, eps=1e-12)]
+        layers += [nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(c, 10, bias=False, dtype=recipe.dtype)]
+        super().__init__(*layers)
+        self.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Draw the weights anew, in place; the first filters of each layer pass their channel on."""
-        for conv in self.convs:
-            conv.reset_parameters()
-            n = min(conv.weight.shape[:2])
-            conv.weight[:n] = 0
-            conv.weight[:n, :n, 1, 1].fill_diagonal_(1)
-        self.head.reset_parameters()
-        self.head.weight.div_(self.head.weight.std())
-        torch._foreach_zero_(list(self.biases))
-        self.statistics[0] = 0
-        self.statistics[1] = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k, (conv, bias) in enumerate(zip(self.convs, self.biases, strict=True)):
-            mean, var = self.statistics[:, k, : len(bias)]
-            x = pooled_norm_silu(
-                conv(x), bias, mean, var, pool=k % 2 == 0, training=self.training, momentum=0.44, eps=1e-12
-            )
-        return self.head(F.max_pool2d(x, x.shape[-1]).flatten(1)).float() / self.head.in_features
-
-
-@torch.no_grad()
-def whiten(filters: torch.Tensor, images: data.ResidentImages) -> None:
-    """Set `filters` to the scaled eigenvectors of 2 x 2 patches of a thousand images, and to their negatives."""
-    zero = torch.zeros((), dtype=torch.int64, device=images.device)
-    x = data.ResidentImages(images.images[:1000], how=PLAIN).cut(
-        torch.arange(1000, device=zero.device), zero, 0, None
-    )
-    patches = F.unfold(x, 2).transpose(1, 2).reshape(-1, 12)
-    values, vectors = torch.linalg.eigh((patches.T @ patches / len(patches)).cpu())
-    scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
-    filters.copy_(torch.cat((scaled, -scaled)))
+        for layer in self:
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+            if isinstance(layer, nn.Conv2d):
+                n = min(layer.weight.shape[:2])
+                layer.weight[:n] = 0
+                layer.weight[:n, :, 1, 1].fill_diagonal_(1)
+        self[-1].weight.div_(self[-1].weight.std() * self[-1].in_features)
 
 
 def make_run(folder: str, recipe: Recipe, capture: str = "graph"):
     """Everything that a run needs, made once. Returns `run`."""
     loop = hotloop.Loop(capture=capture, nonfinite="ignore", record=False)
-    sets = [torch.load(Path(folder) / f"{name}.pt", weights_only=True) for name in ("train", "test")]
-    filters = torch.zeros(24, 3, 2, 2, dtype=recipe.dtype, device=loop.device).to(
+    first = torch.zeros(24, 3, 2, 2, dtype=recipe.dtype, device=loop.device).to(
         memory_format=torch.channels_last
     )
     train, test = (
-        data.ResidentImages(s["images"], s["labels"], LIVELY, filters=filters, device=loop.device)
-        for s in sets
+        data.ResidentImages(part["images"], part["labels"], LIVELY, filters=first, device=loop.device)
+        for part in (torch.load(Path(folder) / f"{name}.pt", weights_only=True) for name in ("train", "test"))
     )
     sizes = data.Resizing(recipe.sizes, batch_size=recipe.batch, cost=0)
+    total = round(sizes.epochs * len(train) / recipe.batch)
     model = loop.prepare(Net(recipe))
-    weights = [conv.weight for conv in model.convs]
+    filters = [p for p in model.parameters() if p.dim() == 4]
+    slow = [p for p in model.parameters() if p.dim() == 1], [model[-1].weight]
     decay = recipe.decay * recipe.batch
     muon = optim.Muon(
-        weights, momentum=recipe.momenta[0], ns_steps=3, adjust_lr_fn="none", lr=recipe.rates[0], master=False
+        filters, recipe.rates[0], momentum=recipe.momenta[0], ns_steps=3, adjust_lr_fn="none", master=False
     )
-    groups = zip((list(model.biases), [model.head.weight]), recipe.rates[1:], strict=True)
-    sgd = optim.SGD(
-        [{"params": some, "lr": rate, "weight_decay": decay / rate} for some, rate in groups],
-        momentum=recipe.momenta[1], nesterov=True, master=False,
-    )  # fmt: skip
-    total = round(sizes.epochs * len(train) / recipe.batch)
-    down = optim.linear(1.0, 0.0, total)
-    optimizers = [(o, optim.RateScheduler(o, down, relative=True)) for o in (muon, sgd)]
-    optimizers = loop.prepare(optimizers)
-    at_start = [scheduler.state_dict() for _, scheduler in optimizers]
+    groups = [
+        {"params": p, "lr": r, "weight_decay": decay / r} for p, r in zip(slow, recipe.rates[1:], strict=True)
+    ]
+    sgd = optim.SGD(groups, momentum=recipe.momenta[1], nesterov=True, master=False)
+    schedulers = [optim.RateScheduler(o, optim.linear(1.0, 0.0, total), relative=True) for o in (muon, sgd)]
+    muon, sgd, schedulers = loop.prepare(muon, sgd, schedulers)
+    at_start = [scheduler.state_dict() for scheduler in schedulers]
 
     @loop.capture(outputs="static")
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        loss = F.cross_entropy(model(x), y, label_smoothing=recipe.smoothing, reduction="sum")
-        loop.backward(loss)
+        loop.backward(F.cross_entropy(model(x), y, label_smoothing=recipe.smoothing, reduction="sum"))
         with torch.no_grad():  # filters keep the norm of a matrix with orthonormal rows
-            norms = torch._foreach_norm(weights)
-            torch._foreach_mul_(weights, [math.sqrt(len(w)) / n for w, n in zip(weights, norms, strict=True)])
-        for optimizer, scheduler in optimizers:
-            loop.update(optimizer, scheduler)
+            scales = [
+                math.sqrt(len(p)) / n for p, n in zip(filters, torch._foreach_norm(filters), strict=True)
+            ]
+            torch._foreach_mul_(filters, scales)
+        loop.update(muon, schedulers[0])
+        loop.update(sgd, schedulers[1])
 
     @loop.capture
     def look(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return model(x)
+            return model(x).float()
 
     def logits(index: torch.Tensor, view: data.Augment) -> torch.Tensor:
-        zero = torch.zeros((), dtype=torch.int64, device=loop.device)
-        return torch.cat([look(test.seen(view).cut(part, zero, 0, None)[0]) for part in index.split(2000)])
+        seen = test.seen(view)
+        return torch.cat(
+            [look(seen.cut(part, torch.zeros_like(part[0]), 0, None)[0]) for part in index.split(2000)]
+        )
 
     def run(seed: int) -> tuple[float, float]:
         """Train from new weights: (accuracy, seconds), from resident bytes to the count of right answers."""
         began = time.perf_counter()
         torch.manual_seed(seed)
-        model.reset()
-        model.train()
-        whiten(filters, train)
-        for (optimizer, scheduler), state in zip(optimizers, at_start, strict=True):
-            torch._foreach_zero_(
-                [v for s in optimizer.state.values() for v in s.values()] or [filters.new_zeros(1)]
-            )
+        model.train().reset()
+        first.copy_(data.whitening_filters(train.images[:1000], PLAIN))
+        for optimizer, scheduler, state in zip((muon, sgd), schedulers, at_start, strict=True):
+            for value in (v for s in optimizer.state.values() for v in s.values()):
+                value.zero_()
             scheduler.load_state_dict(state)
-            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                if not isinstance(group["lr"], torch.Tensor):  # a table on the device sees to itself
-                    group["lr"] = rate
         loader = data.ResidentLoader(train, seed=seed, resizing=sizes, drop_last=True)
-        done = 0
-        while done < total:
-            for x, y in loader:
-                step(x, y)
-                done += 1
-                if done == total:
-                    break
+        batches = (batch for _ in range(math.ceil(sizes.epochs) + 1) for batch in loader)
+        for (x, y), _ in zip(batches, range(total), strict=False):
+            step(x, y)
         model.eval()
         every = torch.arange(len(test), device=loop.device)
         found = logits(every, PLAIN)
@@ -179,9 +148,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", help="with train.pt and test.pt")
-    parser.add_argument(
-        "--runs", type=int, default=1, help="with seeds 0, 1, ...; the first one is the cold one"
-    )
+    parser.add_argument("--runs", type=int, default=1, help="with seeds 0, 1, ...; the first is the cold one")
     parser.add_argument("--capture", default="graph", help="graph, or off")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True

@@ -7,7 +7,7 @@ from hotloop.data.move import count_samples, move
 from hotloop.deferred import deferred
 
 if TYPE_CHECKING:
-    from hotloop.data.images import ResidentImages
+    from hotloop.data.images import ResidentImages, whitening_filters
     from hotloop.data.resident import ResidentArrays, ResidentLoader
     from hotloop.data.resizing import Resizing, Stage, refresh_norms, resize_images
     from hotloop.data.windows import ResidentWindows, window_starts
@@ -26,6 +26,7 @@ __all__ = [
     "move",
     "refresh_norms",
     "resize_images",
+    "whitening_filters",
     "window_starts",
 ]
 
@@ -41,6 +42,7 @@ __getattr__ = deferred(
         "Stage": "hotloop.data.resizing",
         "refresh_norms": "hotloop.data.resizing",
         "resize_images": "hotloop.data.resizing",
+        "whitening_filters": "hotloop.data.images",
         "window_starts": "hotloop.data.windows",
     },
 )

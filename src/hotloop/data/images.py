@@ -6,12 +6,13 @@ import copy
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from hotloop.data.resizing import resize_images
 from hotloop.errors import DataError
 from hotloop.kernels.augment import Augment, augment, augment_filtered, augment_labelled
 
-__all__ = ["ResidentImages"]
+__all__ = ["ResidentImages", "whitening_filters"]
 
 
 class ResidentImages:
@@ -117,3 +118,31 @@ class ResidentImages:
             images, self.labels, indices, epoch, how, seed=seed, dtype=self.dtype, classes=self.classes,
             smoothing=self.smoothing, eager=self.eager,
         )  # fmt: skip
+
+
+@torch.no_grad()
+def whitening_filters(
+    images: torch.Tensor, how: Augment, *, size: int = 2, eps: float = 5e-4
+) -> torch.Tensor:
+    """Filters whose outputs are uncorrelated and of one variance: a first layer that need not learn.
+
+    They are the eigenvectors of the covariance of all size x size patches, each over the root of its eigenvalue, and
+    then the negatives of them (Page, "How to train your ResNet 8: bag of tricks", 2019). Waits for the device: the
+    small eigenproblem is solved on the host.
+
+    Args:
+        images: uint8 [n, H, W, C]; a thousand are plenty.
+        how: gives mean and deviation to normalise by; shifts and flips are left out.
+        eps: added to the eigenvalues.
+
+    Returns:
+        float32 [2 * C * size * size, C, size, size], eigenvalues rising.
+    """
+    n, C = len(images), images.shape[3]
+    index = torch.arange(n, device=images.device)
+    plain = Augment(mean=how.mean, std=how.std)
+    x = augment(images, index, torch.zeros_like(index[0]), plain, seed=0)
+    patches = F.unfold(x, size).transpose(1, 2).reshape(-1, C * size * size)
+    values, vectors = torch.linalg.eigh((patches.T @ patches / len(patches)).cpu())
+    scaled = (vectors / (values + eps).sqrt()).T.reshape(-1, C, size, size)
+    return torch.cat((scaled, -scaled)).to(images.device)

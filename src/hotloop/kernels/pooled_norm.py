@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-__all__ = ["pooled_norm_silu", "pooled_norm_silu_eager"]
+__all__ = ["PooledNormSiLU", "pooled_norm_silu", "pooled_norm_silu_eager"]
 
 _MOST_ROWS = 2048
 """Rows of partial sums at most: enough programs to fill a GPU, few enough to add up in no time."""
@@ -52,6 +53,47 @@ def pooled_norm_silu(
         return _infer(x, bias, running_mean, running_var, pool, eps)
     result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps)
     return result
+
+
+class PooledNormSiLU(nn.Module):
+    """`pooled_norm_silu` as a layer: a batch norm with a bias and no weight, pooled before and gated after it.
+
+    Args:
+        channels: C.
+        pool: halve height and width by max-pooling first.
+        momentum, eps: as in torch's `BatchNorm2d`.
+        eager: use the twin.
+    """
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(
+        self, channels: int, *, pool: bool, momentum: float = 0.1, eps: float = 1e-5, eager: bool = False
+    ) -> None:
+        super().__init__()
+        self.pool, self.momentum, self.eps, self.eager = pool, momentum, eps, eager
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Zero bias, and statistics of nothing seen."""
+        self.bias.zero_()
+        self.running_mean.zero_()
+        self.running_var.fill_(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, C, H, W] to [N, C, H // 2, W // 2] (or H, W)."""
+        return pooled_norm_silu(
+            x, self.bias, self.running_mean, self.running_var, pool=self.pool, training=self.training,
+            momentum=self.momentum, eps=self.eps, eager=self.eager,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Channels and pooling."""
+        return f"{len(self.bias)}, pool={self.pool}"
 
 
 def pooled_norm_silu_eager(

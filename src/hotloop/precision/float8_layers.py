@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hotloop.errors import PrecisionError
+from hotloop.kernels.language import runs_on
 from hotloop.precision.float8 import MULTIPLE, Float8Numbers
 from hotloop.precision.formats import Precision
 
@@ -120,8 +121,12 @@ def install_float8(model: nn.Module, precision: Precision) -> Float8Layers:
         PrecisionError: as `choose_layers`.
     """
     found = choose_layers(model, precision.layers or "measured")
+    device = next(model.parameters()).device if found.chosen else torch.device("cpu")
     numbers = Float8Numbers(
-        precision.gradients or "e5m2", rowwise=precision.scaling == "rowwise", emulated=precision.emulated
+        precision.gradients or "e5m2",
+        rowwise=precision.scaling == "rowwise",
+        emulated=precision.emulated,
+        kernel=device.type == "cuda" and runs_on(device),
     )
     for name in found.chosen:
         layer: Any = model.get_submodule(name)

@@ -6,9 +6,10 @@ The 8 x 8 scans that ship with scikit-learn: 1,400 to train on, 397 to test on, 
 examples/digits.py, SGD with Nesterov momentum and batches of 64. Each schedule has its own rate, chosen among five by
 the mean accuracy on 300 of the training images after six epochs, which the test images have no part in.
 
-A constant rate has reached 98 % with the first epoch after which the test accuracy is at least that; a one-cycle run
-has a length fixed beforehand, and all of it is counted. Shown are the epochs after which nine seeds of ten are there.
-Seconds are the process's CPU time of training alone; evaluation and the making of model and data are left out.
+A schedule is there after the fewest epochs at whose end nine runs of ten have 98 %; a one-cycle run of each length is a
+run of its own, the constant one is the same run looked at. A constant rate also touches 98 % here and there and loses
+it again: the last line counts that, which nobody can stop at without looking at the test images. Spreads are two standard
+errors. Seconds are the process's CPU time of training; evaluation and the making of model and data are left out.
 """
 
 from __future__ import annotations
@@ -84,34 +85,36 @@ def main() -> None:
     data, test = read_digits()
     seeds = 3 if args.quick else args.seeds
     peaks = {make: choose(make, data, 1 if args.quick else 3) for make in (constant, cycle)}
-    most = 8 if args.quick else 12
+    lengths = (2, 3, 4) if args.quick else (2, 3, 4, 5, 6, 8)
+    # accuracies and seconds at the end of runs of each length, seed by seed
+    ends: dict[str, dict[int, list[tuple[float, float]]]] = {"constant": {}, "one-cycle": {}}
+    runs = [train(data, test, constant(peaks[constant], 0), lengths[-1], seed) for seed in range(seeds)]
+    for length in lengths:
+        ends["constant"][length] = [(accuracies[length - 1], spent[length - 1]) for accuracies, spent in runs]
+        cycles = [train(data, test, cycle(peaks[cycle], length), length, seed) for seed in range(seeds)]
+        ends["one-cycle"][length] = [(accuracies[-1], spent[-1]) for accuracies, spent in cycles]
+        for name, found in ends.items():
+            scores = [accuracy for accuracy, _ in found[length]]
+            share = sum(score >= TARGET for score in scores) / seeds
+            print(f"{name}, {length} epochs: mean {sum(scores) / seeds:.4f}, {share:.0%} at 98 %", flush=True)
     figures: list[Figure] = []
-
-    runs = [train(data, test, constant(peaks[constant], most), most, seed) for seed in range(seeds)]
-    reached = sorted(
-        next((k for k, a in enumerate(accuracies) if a >= TARGET), most) for accuracies, _ in runs
-    )
-    k = reached[int(0.9 * (seeds - 1) + 0.5)]
-    note = "" if k < most else f" (not within {most})"
-    figures.append(Figure(f"constant {peaks[constant]}: epochs, 9 of 10 seeds{note}", min(k + 1, most), ""))
-    figures.append(Figure("constant: epochs, median seed", reached[seeds // 2] + 1, ""))
-    value, spread = median_with_spread([seconds[min(k, most - 1)] for _, seconds in runs])
-    figures.append(Figure("constant: seconds of those epochs", value, "s", spread))
-    base = value
-
-    for length in (2, 3, 4, 5, 6, 8, 10):
-        runs = [train(data, test, cycle(peaks[cycle], length), length, seed) for seed in range(seeds)]
-        share = sum(accuracies[-1] >= TARGET for accuracies, _ in runs) / seeds
-        mean = sum(accuracies[-1] for accuracies, _ in runs) / seeds
-        print(
-            f"one-cycle of {length} epochs: mean accuracy {mean:.4f}, {share:.0%} of seeds at 98 %",
-            flush=True,
+    for name, found in ends.items():
+        for length in lengths:
+            scores = [accuracy for accuracy, _ in found[length]]
+            mean = sum(scores) / seeds
+            error = (sum((s - mean) ** 2 for s in scores) / max(seeds - 1, 1) / seeds) ** 0.5
+            figures.append(Figure(f"{name}: accuracy after {length} epochs", 100 * mean, "%", 200 * error))
+        there = [length for length in lengths if sum(a >= TARGET for a, _ in found[length]) >= 0.9 * seeds]
+        if there:
+            value, spread = median_with_spread([spent for _, spent in found[there[0]]])
+            figures.append(Figure(f"{name}: epochs until 9 of 10 runs end at 98 %", there[0], ""))
+            figures.append(Figure(f"{name}: their seconds", value, "s", spread))
+    touched = sorted(next((k for k, a in enumerate(r[0], 1) if a >= TARGET), lengths[-1]) for r in runs)
+    figures.append(
+        Figure(
+            "constant: epochs until 9 of 10 seeds have touched it", touched[int(0.9 * seeds + 0.5) - 1], ""
         )
-        if share >= 0.9:
-            break
-    figures.append(Figure(f"one-cycle {peaks[cycle]}: epochs, 9 of 10 seeds", length, ""))
-    value, spread = median_with_spread([seconds[-1] for _, seconds in runs])
-    figures.append(Figure("one-cycle: seconds", value, "s", spread, "constant", base / value))
+    )
     report("handwritten digits to 98 %, SGD", figures, args.json)
 
 

@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from hotloop.optim.resident import (
-    Batch,
-    Number,
-    ResidentOptimizer,
-    as_number,
-    check_settings,
-    is_tensor,
-    to_dtype,
-)
+from hotloop.optim.batch import Batch, Number, as_number, is_tensor, to_dtype
+from hotloop.optim.resident import ResidentOptimizer, check_settings
 
 if TYPE_CHECKING:
     from hotloop.kernels import Tables

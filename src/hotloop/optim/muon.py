@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hotloop.errors import OptimizerError
 from hotloop.optim.adam import adam_state_names, update_adam
+from hotloop.optim.batch import Batch, Number, is_tensor, to_dtype
 from hotloop.optim.orthogonal import QUINTIC, orthogonalise
-from hotloop.optim.resident import Batch, Number, ResidentOptimizer, check_settings, is_tensor, to_dtype
+from hotloop.optim.resident import ResidentOptimizer, check_settings
 
 __all__ = ["Muon"]
 

@@ -8,126 +8,23 @@ together share one step counter, so that one small kernel advances it and one nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hotloop.errors import OptimizerError
+from hotloop.optim.batch import Batch, Refusal
 from hotloop.optim.masters import MasterPairs, is_sixteen_bit, keep_precision, new_master
 
 if TYPE_CHECKING:
     from hotloop.kernels import Tables
 
-__all__ = ["Batch", "Number", "ResidentOptimizer", "as_number", "check_settings", "is_tensor", "to_dtype"]
-
-Number: TypeAlias = float | Tensor
-"""A setting: a Python number, or a 0-d tensor on the parameters' device."""
+__all__ = ["ResidentOptimizer", "check_settings"]
 
 # Settings of torch's own optimizers that say how those compute.
 _FOREIGN = ("foreach", "capturable", "differentiable", "decoupled_weight_decay")
-
-
-@dataclass(slots=True)
-class Batch:
-    """Parameters of one group that are updated together: same device, dtypes and step counter.
-
-    Attributes:
-        step: updates made so far, float32 0-d; None for rules that do not count.
-        refuse: float32 0-d on the device, 1. to change nothing; None if nobody may refuse.
-        scale: what the loss, and so the gradients, were multiplied by, float32 0-d; None for 1.
-        weights: what is updated: the fp32 masters of 16-bit parameters, or the parameters themselves.
-        gradients: as autograd left them.
-        state: optimizer state by name, in the same order.
-        rounded: the update has written the 16-bit parameters too.
-    """
-
-    step: Tensor | None
-    refuse: Tensor | None
-    scale: Tensor | None
-    parameters: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    state: dict[str, list[Tensor]] = field(default_factory=dict)
-    rounded: bool = False
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether the weights are masters, to be rounded into the parameters."""
-        return self.weights[0] is not self.parameters[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where all of it lies."""
-        return self.weights[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the update is computed in."""
-        return self.weights[0].dtype
-
-    @property
-    def on_host(self) -> bool:
-        """Whether every number that steers the update can be read for nothing."""
-        return self.refuse is None and self.scale is None and self.device.type == "cpu"
-
-    def gate(self, value: Number, idle: float) -> Number:
-        """`value` where the update is made, `idle` where it is refused, exactly."""
-        if self.refuse is None:
-            return value
-        refuse = _widen(self.refuse)
-        kept = value * (1.0 - refuse)
-        return kept if idle == 0.0 else kept + idle * refuse
-
-    def advance(self) -> Tensor:
-        """Count this update unless it is refused; returns the counter."""
-        assert self.step is not None
-        self.step.add_(1.0)
-        if self.refuse is not None:
-            self.step.sub_(self.refuse)
-        return self.step
-
-    def count(self) -> Tensor:
-        """Number of this update from 1, 0-d, as wide as the device has it: float32 loses 1 - 0.999."""
-        assert self.step is not None
-        wide = _widen(self.step)
-        # a refused first update leaves 0, and its bias correction must not be 0 / 0
-        return wide if self.refuse is None else wide.clamp(min=1.0)
-
-    def cast_gradients(self) -> list[Tensor]:
-        """Gradients in the weights' dtype and layout; the originals where they are that already."""
-        dtype = self.dtype
-        if all(g.dtype == dtype for g in self.gradients):
-            return self.gradients
-        return self._copies()[1]
-
-    def true_gradients(self, *, maximize: bool = False) -> list[Tensor]:
-        """Gradients unscaled, all zero where the update is refused, negated to `maximize`; the originals stay."""
-        if self.refuse is None and self.scale is None:
-            ready = self.cast_gradients()
-            return list(torch._foreach_neg(ready)) if maximize else ready
-        # one buffer for all: what has no multi-tensor kernel is then one kernel all the same
-        flat, ready = self._copies()
-        if self.scale is not None:
-            flat.div_(self.scale)
-        if maximize:
-            flat.neg_()
-        if self.refuse is not None:
-            # not a product: NaN times zero would still be NaN
-            flat.masked_fill_(self.refuse.bool(), 0.0)
-        return ready
-
-    def _copies(self) -> tuple[Tensor, list[Tensor]]:
-        sizes = [w.numel() for w in self.weights]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        views = [
-            part.as_strided(w.shape, w.stride()) if _is_dense(w) else part.view(w.shape)
-            for part, w in zip(flat.split(sizes), self.weights, strict=True)
-        ]
-        torch._foreach_copy_(views, self.gradients)
-        return flat, views
 
 
 class ResidentOptimizer(Optimizer):
@@ -182,16 +79,16 @@ class ResidentOptimizer(Optimizer):
         masters = self._hotloop_masters
         if masters:
             masters.refresh()
-        refuse, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        refusal = Refusal(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         for group in self.param_groups:
-            for batch in self._batches(group, refuse, scale):
+            for batch in self._batches(group, refusal):
                 self.update(batch, group)
                 if batch.has_masters and not batch.rounded:
                     torch._foreach_copy_(batch.parameters, batch.weights)
         masters.note_written()
         return loss
 
-    def _batches(self, group: dict[str, Any], refuse: Tensor | None, scale: Tensor | None) -> Iterable[Batch]:
+    def _batches(self, group: dict[str, Any], refusal: Refusal) -> Iterable[Batch]:
         """The group's parameters that have gradients, put together by device, dtypes and step counter."""
         batches: dict[tuple[Any, ...], Batch] = {}
         fresh: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -209,7 +106,7 @@ class ResidentOptimizer(Optimizer):
             key = (id(step), weight.dtype, p.dtype, weight.device)
             batch = batches.get(key)
             if batch is None:
-                batch = batches[key] = Batch(step, _on(weight, refuse), _on(weight, scale))
+                batch = batches[key] = Batch(step, *refusal.on(weight.device))
                 batch.state = {name: [] for name in names}
             batch.parameters.append(p)
             batch.weights.append(weight)
@@ -347,37 +244,3 @@ def check_settings(optimizer: str, **settings: Any) -> None:
                 raise OptimizerError(
                     f"{optimizer}: {name}={value!r} must be {'in [0, 1)' if below_one else 'at least 0'}"
                 )
-
-
-def is_tensor(*settings: Any) -> bool:
-    """Whether any of `settings` is a tensor."""
-    return any(isinstance(value, Tensor) for value in settings)
-
-
-def as_number(setting: Any) -> float:
-    """A setting as a Python number; only where reading it waits for nothing."""
-    return float(setting)
-
-
-def to_dtype(value: Number, dtype: torch.dtype) -> Any:
-    """A tensor in `dtype`, which multi-tensor kernels insist on; a number as it is."""
-    return value.to(dtype) if isinstance(value, Tensor) else value
-
-
-def _widen(value: Tensor) -> Tensor:
-    """A 0-d tensor in float64 where the device has that: settings are not rounded before they are used."""
-    return value.double() if value.device.type in ("cpu", "cuda") else value
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the strides of `tensor` fit memory of just its own size."""
-    if tensor.is_contiguous():
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
-
-
-def _on(weight: Tensor, value: Tensor | None) -> Tensor | None:
-    if value is None:
-        return None
-    return value.reshape(()).to(weight.device, non_blocking=True)

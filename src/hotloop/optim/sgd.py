@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from hotloop.errors import OptimizerError
-from hotloop.optim.resident import (
-    Batch,
-    Number,
-    ResidentOptimizer,
-    as_number,
-    check_settings,
-    is_tensor,
-    to_dtype,
-)
+from hotloop.optim.batch import Batch, Number, as_number, is_tensor, to_dtype
+from hotloop.optim.resident import ResidentOptimizer, check_settings
 
 __all__ = ["SGD"]
 

@@ -65,7 +65,10 @@ def measure(kind: str, steps: int, repeats: int, most: int) -> dict[str, object]
     if kind.startswith("graph"):
         longest = (512,) if "longest" in kind else ()
         step = loop.capture(
-            train, mode="graph", outputs="static", buckets=Buckets(pad=(0, -100), most=most, lengths=longest)
+            train,
+            mode="graph",
+            outputs="static",
+            buckets=Buckets(pad=(0, -100), most=most, lengths=longest, longest=512),
         )
 
     def one(length: int) -> torch.Tensor:

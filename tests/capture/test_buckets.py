@@ -23,8 +23,10 @@ def test_chosen_lengths_are_the_best_there_are(most):
     seen = Counter(torch.randint(1, 60, (40,), generator=generator).tolist())
     chosen = choose_lengths(seen, most, 8)
     assert len(chosen) <= most
-    assert all(length % 8 == 0 for length in chosen)
+    assert all(length % 8 == 0 for length in chosen[:-1])
+    assert chosen[-1] == max(seen)
     sizes = sorted({-(-length // 8) * 8 for length in seen})
+    chosen[-1] = sizes[-1]
     best = min(
         padded_sum(seen, [*rest, sizes[-1]])
         for k in range(most)
@@ -35,23 +37,34 @@ def test_chosen_lengths_are_the_best_there_are(most):
 
 def test_few_lengths_are_their_own_buckets():
     assert choose_lengths(Counter([16, 32, 32]), 6, 8) == [16, 32]
-    assert choose_lengths(Counter([5]), 6, 1) == [5]
+    assert choose_lengths(Counter([5]), 6, 8) == [5]
 
 
 def test_a_longer_batch_makes_room_for_itself():
-    padding = Padding(Buckets(after=2, most=2, multiple=4))
+    padding = Padding(Buckets(after=2, most=3, multiple=4))
     assert padding.choose(5) == (5, None)
     assert padding.choose(9) == (9, None)
     to, said = padding.choose(5)
-    assert (to, padding.lengths) == (12, [8, 12])
-    assert "8, 12" in said
+    # the longest is never exceeded: a model may take none that is longer
+    assert (to, padding.lengths) == (9, [8, 9])
+    assert "8, 9" in said
     padding.first = False
     assert padding.choose(5) == (8, None)
     to, said = padding.choose(30)
-    assert to == 32
-    assert padding.lengths[-1] == 32
-    assert len(padding.lengths) == 2
+    assert (to, padding.lengths) == (30, [8, 9, 30])
     assert "length 30" in said
+    to, said = padding.choose(31)
+    assert to == 31
+    assert len(padding.lengths) <= 3
+
+
+def test_a_longest_length_that_is_known_is_there_from_the_beginning():
+    padding = Padding(Buckets(after=2, most=2, longest=50))
+    for _ in range(2):
+        padding.choose(5)
+    assert padding.choose(5)[0] == 50
+    padding.first = False
+    assert padding.choose(5) == (8, None)
 
 
 def test_filling_static_tensors_is_padding():
@@ -69,7 +82,9 @@ def test_filling_static_tensors_is_padding():
         assert torch.equal(static, value)
 
 
-@pytest.mark.parametrize("values", [{"most": 0}, {"dim": -1}, {"lengths": (0,)}, {"after": 0}])
+@pytest.mark.parametrize(
+    "values", [{"most": 0}, {"dim": -1}, {"lengths": (0,)}, {"after": 0}, {"longest": 0}]
+)
 def test_what_buckets_cannot_be(values):
     with pytest.raises(SettingError, match="Buckets"):
         Buckets(**values)

@@ -30,7 +30,8 @@ class Buckets:
         most: at most so many lengths are used.
         mask: name of an argument of the step by which it is given which positions are real: a bool tensor
             [length] that is True at the first ones. None if it takes none.
-        multiple: lengths are rounded up to multiples of this.
+        multiple: lengths are rounded up to multiples of this, but for the longest, which is never exceeded.
+        longest: the longest length that there can be, if it is known: it is used from the beginning.
         after: so many calls run unpadded, to see lengths, before the lengths used are chosen.
         lengths: the lengths to use, if they are known beforehand; then none are chosen.
     """
@@ -42,13 +43,16 @@ class Buckets:
     multiple: int = 8
     after: int = 32
     lengths: tuple[int, ...] = ()
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("dim", 0), ("most", 1), ("multiple", 1), ("after", 0)):
             if getattr(self, name) < least:
                 raise SettingError(f"Buckets({name}={getattr(self, name)}): it has to be at least {least}")
-        if any(length < 1 for length in self.lengths):
-            raise SettingError(f"Buckets(lengths={self.lengths}): a length has to be at least 1")
+        if any(length < 1 for length in (*self.lengths, self.longest or 1)):
+            raise SettingError(
+                f"Buckets(lengths={self.lengths}, longest={self.longest}): a length has to be at least 1"
+            )
         if not self.lengths and self.after == 0:
             raise SettingError(
                 "Buckets(after=0) has seen no lengths to choose from; give lengths=, or after >= 1"
@@ -58,7 +62,7 @@ class Buckets:
 def choose_lengths(seen: Counter[int], most: int, multiple: int) -> list[int]:
     """At most `most` lengths, multiples of `multiple`, that pad the lengths `seen` by the least in sum.
 
-    Exact, by dynamic programming over the distinct rounded lengths: O(most * n^2) for n of them.
+    The last is the longest seen as it is: a model may take none that is longer. Exact, by dynamic programming over the distinct rounded lengths: O(most * n^2) for n of them.
     """
     rounded: Counter[int] = Counter()
     for length, count in seen.items():
@@ -87,7 +91,7 @@ def choose_lengths(seen: Counter[int], most: int, multiple: int) -> list[int]:
     while j > 0:
         chosen.append(sizes[j - 1])
         j, k = cut[k][j], max(k - 1, 0)
-    return sorted(chosen)
+    return [*sorted(chosen)[:-1], max(seen)]
 
 
 class Padding:
@@ -121,18 +125,25 @@ class Padding:
         if not self.lengths:
             if self.seen.total() <= buckets.after:
                 return length, None
-            self.lengths = choose_lengths(self.seen, buckets.most, buckets.multiple)
+            # one is left for a longer batch to come
+            most = buckets.most if buckets.longest is not None else max(buckets.most - 1, 1)
+            self.lengths = self._choose(most)
             said = f"lengths of {self.seen.total()} batches seen are padded to {_listed(self.lengths)}"
         if length > self.lengths[-1]:
-            said = f"a batch of length {length} came: lengths are now padded to "
-            if buckets.lengths:
-                self.lengths.append(-(-length // buckets.multiple) * buckets.multiple)
+            if buckets.lengths or len(self.lengths) < buckets.most:
+                self.lengths.append(length)
             else:
-                self.lengths = choose_lengths(self.seen, buckets.most, buckets.multiple)
-            said += _listed(self.lengths)
+                self.lengths = self._choose(buckets.most)
+            said = f"a batch of length {length} came: lengths are now padded to {_listed(self.lengths)}"
         if self.first:
             return self.lengths[-1], said
         return self.lengths[bisect.bisect_left(self.lengths, length)], said
+
+    def _choose(self, most: int) -> list[int]:
+        seen = self.seen
+        if self.buckets.longest is not None:
+            seen = seen + Counter({self.buckets.longest: 1})
+        return choose_lengths(seen, most, self.buckets.multiple)
 
     def pad(self, leaves: Sequence[Any], length: int, to: int) -> list[Any]:
         """New tensors padded from `length` to `to`, and the mask behind them if there is one."""

@@ -49,7 +49,7 @@ class Buckets:
         for name, least in (("dim", 0), ("most", 1), ("multiple", 1), ("after", 0)):
             if getattr(self, name) < least:
                 raise SettingError(f"Buckets({name}={getattr(self, name)}): it has to be at least {least}")
-        if any(length < 1 for length in (*self.lengths, self.longest or 1)):
+        if any(length < 1 for length in (*self.lengths, 1 if self.longest is None else self.longest)):
             raise SettingError(
                 f"Buckets(lengths={self.lengths}, longest={self.longest}): a length has to be at least 1"
             )
@@ -62,7 +62,8 @@ class Buckets:
 def choose_lengths(seen: Counter[int], most: int, multiple: int) -> list[int]:
     """At most `most` lengths, multiples of `multiple`, that pad the lengths `seen` by the least in sum.
 
-    The last is the longest seen as it is: a model may take none that is longer. Exact, by dynamic programming over the distinct rounded lengths: O(most * n^2) for n of them.
+    The last is the longest seen as it is: a model may take none that is longer. Exact, by dynamic programming over the
+    distinct rounded lengths: O(most * n^2) for n of them.
     """
     rounded: Counter[int] = Counter()
     for length, count in seen.items():

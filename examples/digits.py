@@ -72,9 +72,7 @@ def main() -> None:
         loop.log(val_accuracy=accuracy)
     loop.save_state(args.checkpoint)
     loop.end_training()
-    loop.print(
-        f"test accuracy {accuracy:.2%}; checkpoint in {args.checkpoint}; record in {loop.record_folder}"
-    )
+    loop.print(f"test accuracy {accuracy:.2%}; saved in {args.checkpoint}; record in {loop.record_folder}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class Sight:
         self.loop: Any = None
         self._sink = _Rows()
         self._taken = 0
+        self._closed = False
         self._total: tuple[str, int] | None = None
         self._captured: list[Any] = []
         self._backward: str | None = None
@@ -53,11 +54,18 @@ class Sight:
         loop._saver.save = lambda *args, **kwargs: False
         loop.resume = lambda path: False
 
+    def forget(self) -> None:
+        """The script runs anew: its next Loop is watched. Rows stay those of the first."""
+        self._keep_rows()
+        self.loop = None
+        self._captured = []
+
     def attach(self, loop: Any) -> None:
         """Watch `loop`."""
         self.loop = loop
         self.quiet(loop)
-        loop._session.log.sinks.append(self._sink)
+        if not self._closed:
+            loop._session.log.sinks.append(self._sink)
         for name in ("epochs", "steps"):
             setattr(loop, name, self._noting_total(name, getattr(loop, name)))
         capture, backward = loop.capture, loop.backward
@@ -97,8 +105,11 @@ class Sight:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.loop is not None and self.loop.device.type != "cpu":
-            torch.accelerator.synchronize()
+        if self.loop is not None:
+            if self.loop.device.type != "cpu":
+                torch.accelerator.synchronize()
+        elif torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def waited_s(self) -> float:
         """Seconds that the script has waited for its training loader so far."""
@@ -123,15 +134,19 @@ class Sight:
 
     def take_rows(self) -> list[list[Any]]:
         """Logged rows that were not taken before: [step, {name: number}]."""
-        if self.loop is None:
-            return []
-        self.loop._session.log.flush()
+        if self.loop is not None and not self._closed:
+            self.loop._session.log.flush()
         rows = self._sink.rows[self._taken :]
         self._taken += len(rows)
         return [
             [row.step, {k: float(v) for k, v in row.values.items() if isinstance(v, int | float)}]
             for row in rows
         ]
+
+    def _keep_rows(self) -> None:
+        if self.loop is not None and not self._closed:
+            self.loop._session.log.flush()
+        self._closed = True
 
     def facts(self) -> dict[str, Any]:
         """Everything that the ladder asks about, as plain values."""

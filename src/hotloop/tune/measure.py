@@ -151,7 +151,7 @@ class Contender:
 def compare(
     first: Contender,
     second: Contender,
-    steps: int,
+    steps: int | tuple[int, int],
     *,
     limit_s: float,
     until_s: float = math.inf,
@@ -161,18 +161,20 @@ def compare(
     """How many times as fast `second` is as `first`.
 
     Args:
-        steps: of a stretch. limit_s: for each stretch. until_s: no round begins after this (`time.monotonic`).
+        steps: of a stretch, or of each one's. limit_s: for each stretch.
+        until_s: no round begins after this (`time.monotonic`).
 
     Raises:
         TrialError: one of the two crashed or hung.
     """
+    lengths = (steps, steps) if isinstance(steps, int) else steps
     times: tuple[list[float], list[float]] = ([], [])
     logs: list[float] = []
     verdict: str | None = None
     for number in range(1, looks[-1] + 1):
         order = (0, 1) if number % 2 else (1, 0)
         for side in order:
-            times[side].append((first, second)[side].run(steps, limit_s))
+            times[side].append((first, second)[side].run(lengths[side], limit_s))
         logs.append(math.log(times[0][-1] / times[1][-1]))
         tell(f"round {number}: {math.exp(statistics.fmean(logs)):.2f}x")
         if number in looks:

@@ -305,3 +305,32 @@ def test_misuse_says_what_to_do():
         ResidentWindows(torch.zeros(4, 1), 5)
     with pytest.raises(DataError, match="offsets must rise"):
         window_starts(4, 2, offsets=torch.tensor([0, 3]))
+
+
+def test_a_loop_goes_on_from_its_checkpoint_to_the_bit(tmp_path):
+    def run(folder, stop):
+        loop = hotloop.Loop(record=False, seed=0)
+        torch.manual_seed(0)
+        source = ResidentImages(images(60), torch.arange(60) % 4, Augment(2, flip="random", cutout=2))
+        model, optimizer, loader = loop.prepare(
+            model := torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)),
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            ResidentLoader(source, 8, seed=1),
+        )
+        loop.resume(folder)
+        losses = []
+        for _ in loop.epochs(3):
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                loop.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if loop.updates == stop:
+                    loop.save_state(folder, wait=True)
+                    return losses
+        return losses
+
+    whole = run(tmp_path / "whole", 0)
+    assert run(tmp_path / "parts", 11) == whole[:11]
+    assert run(tmp_path / "parts", 0) == whole[11:]

@@ -136,6 +136,7 @@ def test_steps_never_wait(name):
         optimizer.step()
         ema.update()
     torch.cuda.set_sync_debug_mode("default")
+    assert ema.averaged == 8
 
 
 def reference(make, steps=20, dtype=torch.float64, device="cpu"):

@@ -85,7 +85,7 @@ def test_adamw_is_torchs_fused_one():
             p.grad = g * (k + 1)
         optimizer.step()
         fused_adamw(params, [p.grad for p in theirs], **state, **HYPER, tables=tables)
-    assert max(distance(a, b.detach()) for a, b in zip(params, theirs, strict=True)) < 3e-7
+    assert max(distance(a, b.detach()) for a, b in zip(params, theirs, strict=True)) < 6e-7
 
 
 def test_adamw_refused_writes_nothing():
@@ -222,6 +222,7 @@ def test_gelu_is_near_float64(width, dtype, bound):
         assert distance(a, e) < bound
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 @pytest.mark.parametrize("autocast", [True, False])
 def test_compiled_with_our_kernels_is_the_eager_model(autocast):
     class Block(torch.nn.Module):
@@ -267,6 +268,10 @@ def test_a_recorded_update_reads_what_is_there_at_replay():
     stream = torch.cuda.Stream()
 
     def update():
+        # memory of the graph that is free again when the tables are made, and written to in every replay
+        torch.full((1 << 20,), -1.0, device="cuda").sum()
+        for size in (1, 64, 1000, 5000):
+            torch.full((size,), -1.0, device="cuda").sum()
         fresh = [g * 2.0 for g in grads]
         norm, coefficient = clip_norm(fresh, 1.0, tables=tables)
         fused_adamw(params, fresh, **state, **more, coefficient=coefficient, tables=tables)

@@ -195,9 +195,8 @@ def _on_device(value: Scalar, device: torch.device) -> Any:
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     found = _constants.get((device, value))
     if found is None:
-        found = torch.empty((), dtype=torch.float64, device=device)
         with beside_capture(device):
-            found.fill_(value)
+            found = torch.full((), value, dtype=torch.float64, device=device)
         if len(_constants) > 4096:
             # a rate that a schedule changes on the host; graphs hold theirs in `_recorded`
             _constants.clear()

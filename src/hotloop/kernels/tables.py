@@ -2,7 +2,7 @@
 
 A launch that takes its tensors as arguments holds a few dozen at most. With the addresses in device memory one launch
 takes all of them. The tables are made anew only where an address changes, and also while a CUDA graph is being
-recorded: then on another stream, so that the graph finds them filled and does not fill them again.
+recorded: then on another stream and in other memory, so that the graph finds them filled and never fills them again.
 """
 
 from __future__ import annotations
@@ -24,28 +24,23 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @contextmanager
 def beside_capture(device: torch.device) -> Iterator[None]:
-    """Kernels launched while this is open run now, even while a graph is being recorded, and are over when it closes.
+    """What is issued while this is open is done now, even while a graph is being recorded, and over when it closes.
 
-    Only kernels: memory is to be allocated before, on the recording's own stream, where torch may.
+    Memory taken inside is not the graph's. That matters: what the recording's own pool hands out may be memory that an
+    earlier kernel of the graph writes to in every replay.
     """
     if not _capturing(device):
         yield
         return
     aside = torch.cuda.Stream(device)
-    with torch.cuda.stream(aside):
-        yield
-    with _unrestricted():
-        aside.synchronize()
-
-
-@contextmanager
-def _unrestricted() -> Iterator[None]:
-    """A recording forbids its thread to wait for anything; this lifts that for calls that do not concern it."""
     exchange = _exchange_mode()
+    # a recording forbids its thread to allocate and to wait; this concerns another stream
     mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
     exchange(ctypes.byref(mode))
     try:
-        yield
+        with torch.cuda.stream(aside):
+            yield
+        aside.synchronize()
     finally:
         exchange(ctypes.byref(mode))
 
@@ -71,10 +66,10 @@ class Blocks:
     ) -> None:
         counts = [-(-numel // size) for numel in numels]
         self.count = sum(counts)
-        self.extents = torch.empty(4, max(1, self.count), dtype=torch.int64, device=device)
         end = 0
-        # kernels take the values along: no host memory is read, and nothing is waited for
         with beside_capture(device):
+            self.extents = torch.empty(4, max(1, self.count), dtype=torch.int64, device=device)
+            # kernels take the values along: no host memory is read, and nothing is waited for
             for i, (numel, count) in enumerate(zip(numels, counts, strict=True)):
                 tensor, first, left, kind = self.extents[:, end : end + count]
                 end += count
@@ -95,16 +90,9 @@ class Table:
     def __init__(self, addresses: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.aligned = not any(a % 16 for row in addresses for a in row)
         self.recorded = _capturing(device)
-        if not self.recorded:
+        with beside_capture(device):
             host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
             self.pointers = host.to(device, non_blocking=True)
-            return
-        self.pointers = torch.empty(len(addresses), len(addresses[0]), dtype=torch.int64, device=device)
-        # by kernels again: a copy's source would have to be pinned, which a recording forbids
-        with beside_capture(device):
-            for row, values in zip(self.pointers, addresses, strict=True):
-                for place, value in zip(row, values, strict=True):
-                    place.fill_(value)
 
 
 class Tables:
@@ -150,9 +138,8 @@ class Tables:
         """int32 0-d, 0 between launches: by it the last program of a launch knows that it is the last."""
         found = self._counters.get(device)
         if found is None:
-            found = self._counters[device] = torch.empty((), dtype=torch.int32, device=device)
             with beside_capture(device):
-                found.zero_()
+                found = self._counters[device] = torch.zeros((), dtype=torch.int32, device=device)
         return found
 
 

@@ -90,9 +90,16 @@ class Table:
     def __init__(self, addresses: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.aligned = not any(a % 16 for row in addresses for a in row)
         self.recorded = _capturing(device)
-        with beside_capture(device):
+        if not self.recorded:
             host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
             self.pointers = host.to(device, non_blocking=True)
+            return
+        with beside_capture(device):
+            self.pointers = torch.empty(len(addresses), len(addresses[0]), dtype=torch.int64, device=device)
+            # kernels take the values along: pinning memory for a copy may look at events, which a recording forbids
+            for row, values in zip(self.pointers, addresses, strict=True):
+                for place, value in zip(row, values, strict=True):
+                    place.fill_(value)
 
 
 class Tables:

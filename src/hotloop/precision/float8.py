@@ -77,20 +77,60 @@ def multiply(
     """
     if emulated:
         with torch.autocast(a8.device.type, enabled=False):
-            out = (a8.float() @ b8.float()) * factor_a * factor_b
-        return (out if bias is None else out + bias.float()).to(dtype)
+            wide = (a8.float() @ b8.float()) * factor_a * factor_b
+        return (wide if bias is None else wide + bias.float()).to(dtype)
     # the units add a bias only to 16-bit results
     inside = bias is not None and dtype == torch.bfloat16
-    out = torch._scaled_mm(
-        a8,
-        b8,
-        scale_a=factor_a,
-        scale_b=factor_b,
-        bias=bias.to(dtype) if bias is not None and inside else None,
+    within = bias.to(dtype) if bias is not None and inside else None
+    out: torch.Tensor
+    if factor_a.dim():
+        out = _multiply_rows(a8, b8, factor_a, factor_b, within, dtype, fast)
+    else:
+        out = torch._scaled_mm(
+            a8,
+            b8,
+            scale_a=factor_a,
+            scale_b=factor_b,
+            bias=within,
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
+    return out if bias is None or inside else out + bias.to(dtype)
+
+
+@torch.library.custom_op("hotloop::multiply_rows", mutates_args=())
+def _multiply_rows(
+    a8: torch.Tensor,
+    b8: torch.Tensor,
+    factor_a: torch.Tensor,
+    factor_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """A product with row factors that compilers leave alone: the units want every stride just so."""
+    return torch._scaled_mm(
+        a8.contiguous(),
+        b8.t().contiguous().t(),
+        scale_a=factor_a.reshape(-1, 1),
+        scale_b=factor_b.reshape(1, -1),
+        bias=bias,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
-    return out if bias is None or inside else out + bias.to(dtype)
+
+
+@_multiply_rows.register_fake
+def _(
+    a8: torch.Tensor,
+    b8: torch.Tensor,
+    factor_a: torch.Tensor,
+    factor_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    return a8.new_empty(a8.shape[0], b8.shape[1], dtype=dtype)
 
 
 class Float8Numbers:

@@ -140,7 +140,7 @@ class Preparer:
             # rank 0's values, before they are rounded: masters of all ranks are to begin alike
             collectives.broadcast([p.data for p in module.parameters()], self._processes)
         # data parallelism sums gradients in the dtype of the parameters
-        wide = self._window.every > 1 and not several and hasattr(torch.Tensor, "grad_dtype")
+        wide = not self._window.plain and not several and hasattr(torch.Tensor, "grad_dtype")
         stored = store_in_bf16(module, masters=self._precision.master == "fp32", wide_gradients=wide)
         self._say(f"{type(module).__name__}: {stored}")
         for optimizer in self.registry.optimizers:

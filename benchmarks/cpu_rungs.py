@@ -3,9 +3,9 @@
     python -m benchmarks.cpu_rungs [--quick] [--json FILE] [--threads N]
 
 Counts: whole training steps (forward, backward, clip at norm 1, AdamW, the guard against non-finite losses) on batches
-in memory; the digits example's model at its batch of 64, and a character GPT of 4 layers, width 256, on 16 x 64
+in memory; the digits example's model at its batch of 64, and a character GPT of 2 layers, width 256, on 16 x 64
 tokens. Variants are interleaved; `ratio` is fp32 eager's time over the variant's in the same round. Left out: building
-and compiling, which is shown apart. Beside it the card's own limit: the rate of one large product in bf16 over fp32.
+and compiling, which is shown apart. Beside it the CPU's own limit: the rate of one large product in bf16 over fp32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def gpt() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    model = CharGPT(width=256, heads=4, layers=4, context=64)
+    model = CharGPT(width=256, heads=4, layers=2, context=64)
     tokens = torch.randint(65, (16, 65))
     return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -21,6 +21,10 @@ class Rerun:
         self.gradients = [(p, p.grad) for u in recorder.updates() for p in u.parameters()]
 
     def replay(self):
+        if self.tape is None:
+            # a part of a step, that no effects of the loop and no gradients of parameters belong to
+            self._write(self.work())
+            return
         state, window = self.recorder.state, self.recorder.window
         resident = self.recorder.updates()
         marks, window_marks = [u.host_marks() for u in resident], window.marks()
@@ -41,6 +45,10 @@ class Rerun:
             for p, grad in self.gradients:
                 if grad is not None and p.grad is not grad:
                     grad.copy_(p.grad)
+        self._write(result)
+
+    def _write(self, result):
+        with torch.no_grad():
             for old, new in zip(_tensors(self.outputs), _tensors(result), strict=True):
                 old.copy_(new.detach())
 

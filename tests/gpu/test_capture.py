@@ -361,7 +361,7 @@ def test_a_graph_that_does_not_fit_says_the_bytes_and_training_goes_on(capsys):
     step(x)
     torch.cuda.synchronize()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * 2**20) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 8 * 2**20) / total)
     try:
         losses = [step(x) for _ in range(5)]
     finally:
@@ -390,7 +390,7 @@ def test_replays_are_checked_against_the_plain_step(mode, monkeypatch):
         return loss
 
     losses = [step(x, y) for _ in loop.epochs(3) for x, y in loader]
-    assert step.reason is None
+    assert step.reason is None, step.reason
     assert step.checks == step.replays // 5 > 5
     assert loop.updates == 48
     if mode == "graph":
@@ -430,7 +430,7 @@ def test_auto_compiles_where_it_pays_and_says_so(monkeypatch, capsys):
     assert captured[1].reason is None
     assert "steps of" in said
     assert "compiling the forward" in said
-    assert captured[1].captures == 2
+    assert captured[1].captures == 2, said
     torch.testing.assert_close(captured[4], eager[4], rtol=1e-3, atol=1e-4)
     short = train(True, mode="auto", epochs=1)
     assert short[1].captures == 1
@@ -497,3 +497,27 @@ def test_random_numbers_go_on_after_a_recording_that_failed():
     assert other.captures == 1
     torch.manual_seed(6)
     assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(8, device="cuda") for _ in range(8)]))
+
+
+def test_around_a_value_read_on_the_host_modules_are_launched_as_one(capsys):
+    trails = []
+    for captured in (False, True):
+        loop = hotloop.Loop(seed=0, record=False, precision="bf16", nonfinite="skip")
+        model, optimizer, loader, scheduler = build(loop, dropout=0.2)
+
+        def step(x, y, loop=loop, model=model, optimizer=optimizer, scheduler=scheduler):
+            loss = F.mse_loss(model(x), y)
+            if loss.item() > 1e9:
+                return loss
+            loop.backward(loss)
+            loop.update(optimizer, scheduler, max_norm=1.0)
+            return loss
+
+        run = loop.capture(step, mode="graph") if captured else step
+        losses = [run(x, y) for _ in loop.epochs(3) for x, y in loader]
+        trails.append((torch.stack(losses).detach(), [b.clone() for b in model.buffers()]))
+    assert "loss.item()" in run.reason
+    assert run._parts.replays == 48 - 6, capsys.readouterr().err
+    torch.testing.assert_close(trails[1][0], trails[0][0], rtol=0, atol=0)
+    for a, b in zip(trails[0][1], trails[1][1], strict=True):
+        torch.testing.assert_close(a, b)

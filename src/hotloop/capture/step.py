@@ -18,6 +18,7 @@ from hotloop.capture.effects import find_effects
 from hotloop.capture.entry import Entry, describe
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
+from hotloop.capture.parts import Parts
 from hotloop.capture.reasons import cause_of, first_line, host_names, is_library
 from hotloop.capture.recordings import Recordings
 from hotloop.errors import CaptureError
@@ -130,6 +131,7 @@ class CapturedStep:
         self._suspect: str | None = None
         self._compiled: dict[nn.Module, Any] = {}
         self._choice: Choice | None = None
+        self._parts: Parts | None = None
         self._recorder = host.recorder() if mode in ("auto", "graph", "full") else None
         self._recordings: Recordings | None = None
         if self._recorder is not None:
@@ -294,7 +296,10 @@ class CapturedStep:
         """The plain step, then the replay, both from the same state; where they differ, the plain one counts."""
         fingerprint, recorder = self._frozen.fingerprint, self._recorder
         assert recorder is not None
+        # what lies elsewhere no recording writes, and copies to it may still be on their way
+        device = self._host.device.type
         live = self._host.state_tensors() | fingerprint.live_tensors()
+        live = {name: tensor for name, tensor in live.items() if tensor.device.type == device}
         kept = keep(live, fingerprint.parameters, [*self._host.generators(), *fingerprint.generators])
         if length is not None and self._padding is not None:
             leaves, spec = tree_flatten((args, kwargs))
@@ -312,7 +317,9 @@ class CapturedStep:
         if odd is None:
             return self._after(entry)
         plain.put(kept)
-        self._give_up(f"replay {self.replays} beside the plain step: {odd}; the plain step counts")
+        self._give_up(
+            f"replay {self.replays} beside the plain step: {odd}; the plain step counts", distrust=True
+        )
         for effect in effects:
             effect()
         return result
@@ -435,6 +442,10 @@ class CapturedStep:
     @contextmanager
     def _forwards(self) -> Iterator[None]:
         """Prepared modules' forwards compiled while it is open, if the mode says so."""
+        if self._parts is not None:
+            with self._parts.open():
+                yield
+            return
         if not self.compiles:
             yield
             return
@@ -471,8 +482,10 @@ class CapturedStep:
         with self._forwards():
             return self.function(*args, **kwargs)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, distrust: bool = False) -> None:
         self.reason = reason
+        if self._recorder is not None and not self.compiles and not distrust:
+            self._parts = Parts(self._recorder, self._host.device, self._host.modules, self._host.say)
         self._recorder = self._recordings = None
         self._usual.clear()
         self._host.say(f"{self.name} runs eagerly, not as one launch: {reason}")

@@ -15,7 +15,7 @@ from hotloop.loop.session import Session
 from hotloop.loop.updates import ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim import masters_of
-from hotloop.state import HostState, ResidentState
+from hotloop.state import HostState, Pace, ResidentState
 
 if TYPE_CHECKING:
     from hotloop.capture import Recorder
@@ -161,6 +161,9 @@ class LoopHost:
                     for name, value in state.items()
                     if isinstance(value, torch.Tensor)
                 }
+            masters = masters_of(updates.optimizer)
+            if masters is not None:
+                found |= {f"master {j} of optimizer {i}": t for j, t in enumerate(masters.tensors())}
         things: list[Any] = [self._state, *self._preparer.updates, *self._preparer.schedules.values()]
         for i, thing in enumerate(things):
             found |= {f"{name} of {type(thing).__name__} {i}": t for name, t in _own_tensors(thing, 2)}
@@ -200,6 +203,6 @@ def _own_tensors(thing: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(thing).items():
         if isinstance(value, torch.Tensor):
             yield name, value
-        elif depth > 1 and type(value).__module__.startswith("hotloop.state.") and hasattr(value, "__dict__"):
+        elif depth > 1 and type(value).__module__.startswith("hotloop.state.") and not isinstance(value, Pace):
             for inner, tensor in _own_tensors(value, depth - 1):
                 yield f"{name}.{inner}", tensor

@@ -6,10 +6,12 @@ from hotloop.deferred import deferred
 
 if TYPE_CHECKING:
     from hotloop.kernels.adamw import adamw_eager, adamw_runs_on, fused_adamw
+    from hotloop.kernels.attention import self_attention, self_attention_eager
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
     from hotloop.kernels.eight_bits import cast_both_ways, cast_both_ways_eager
     from hotloop.kernels.fusion import compile_fused, rewrite
     from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
+    from hotloop.kernels.heads import rotary_tables, split_heads, split_heads_eager
     from hotloop.kernels.normalisation import layer_norm, layer_norm_eager
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
     from hotloop.kernels.registry import RegisteredKernel, register
@@ -38,7 +40,12 @@ __all__ = [
     "linear_cross_entropy",
     "register",
     "rewrite",
+    "rotary_tables",
     "scale_all",
+    "self_attention",
+    "self_attention_eager",
+    "split_heads",
+    "split_heads_eager",
 ]
 
 __getattr__ = deferred(
@@ -65,6 +72,11 @@ __getattr__ = deferred(
         "linear_cross_entropy": "hotloop.kernels.cross_entropy",
         "register": "hotloop.kernels.registry",
         "rewrite": "hotloop.kernels.fusion",
+        "rotary_tables": "hotloop.kernels.heads",
         "scale_all": "hotloop.kernels.norms",
+        "self_attention": "hotloop.kernels.attention",
+        "self_attention_eager": "hotloop.kernels.attention",
+        "split_heads": "hotloop.kernels.heads",
+        "split_heads_eager": "hotloop.kernels.heads",
     },
 )

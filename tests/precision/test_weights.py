@@ -230,6 +230,18 @@ def test_an_optimizer_that_was_not_prepared_is_refused() -> None:
     loop.end_training()
 
 
+def test_the_full_weights_can_be_had() -> None:
+    run = Run("bf16-true")
+    run.go(1)
+    right = Run("bf16")
+    right.go(1)
+    masters = masters_of(run.optimizer)
+    assert masters is not None
+    restore_weights(run.model, dict(masters.items()))
+    for mine, full in zip(run.model.parameters(), right.model.parameters(), strict=True):
+        assert torch.equal(mine.detach(), full.detach())
+
+
 def test_another_loop_takes_it_back_and_copies_are_plain() -> None:
     run = Run("bf16-true")
     run.go(1)

@@ -6,7 +6,7 @@ kernels want a norm's parameters in the dtype of its statistics, and they are a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,13 +83,20 @@ def _round(p: nn.Parameter, *, masters: bool, wide_gradient: bool) -> None:
         _ORIGINALS[p] = value
 
 
-def restore_weights(module: nn.Module) -> None:
-    """Make parameters that were stored in bf16 float32 again, with the values that they have."""
+def restore_weights(module: nn.Module, masters: Mapping[Tensor, Tensor] | None = None) -> None:
+    """Make parameters that were stored in bf16 float32 again, for export or another precision.
+
+    Args:
+        module: one that `store_in_bf16` or a loop with 16-bit weights has changed.
+        masters: parameter -> float32 value, `dict(hotloop.optim.masters_of(optimizer).items())`; default the values that
+            the parameters have.
+    """
     for p in module.parameters():
         if p in _STORED:
             gradient = p.grad
             p.grad = None
-            p.data = p.data.float()
+            full = None if masters is None else masters.get(p)
+            p.data = p.data.float() if full is None else full.detach().to(torch.float32, copy=True)
             if hasattr(p, "grad_dtype"):
                 p.grad_dtype = torch.float32
             p.grad = None if gradient is None else gradient.float()

@@ -88,8 +88,8 @@ def restore_weights(module: nn.Module, masters: Mapping[Tensor, Tensor] | None =
 
     Args:
         module: one that `store_in_bf16` or a loop with 16-bit weights has changed.
-        masters: parameter -> float32 value, `dict(hotloop.optim.masters_of(optimizer).items())`; default the values that
-            the parameters have.
+        masters: parameter -> float32 value, `dict(hotloop.optim.masters_of(optimizer).items())`; default the values
+            that the parameters have.
     """
     for p in module.parameters():
         if p in _STORED:

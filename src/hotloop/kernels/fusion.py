@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import fx
 
 # for the operators that they make
-from hotloop.kernels import gelu, normalisation  # noqa: F401
+from hotloop.kernels import attention, gelu, normalisation  # noqa: F401
+from hotloop.kernels.matching import find_packed_attention
 
 __all__ = ["compile_fused", "rewrite"]
 
@@ -56,6 +57,8 @@ def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] |
             replaced += _replace_norm(graph, node)
         elif node.target in _GELU:
             replaced += _replace_gelu(graph, node)
+        elif node.target is F.scaled_dot_product_attention:
+            replaced += _replace_attention(graph, node)
     if replaced:
         graph.eliminate_dead_code()
         graph.lint()
@@ -178,3 +181,35 @@ def _replace_gelu(graph: fx.Graph, node: fx.Node) -> bool:
     node.replace_all_uses_with(made)
     graph.erase_node(node)
     return True
+
+
+def _replace_attention(graph: fx.Graph, node: fx.Node) -> bool:
+    found = find_packed_attention(node)
+    if found is None or found.length > attention.LONGEST:
+        return False
+    value: torch.Tensor = _value(node)
+    linear: Any = found.linear
+    if len(linear.args) != 3 or linear.kwargs:
+        return False
+    x, weight, bias = linear.args
+    if any(p is not None and not isinstance(p, fx.Node) for p in (x, weight, bias)):
+        return False
+    with graph.inserting_before(node):
+        # what autocast does before a linear layer
+        x, weight, bias = (_as_type(graph, p, value.dtype) for p in (x, weight, bias))
+        scale = found.depth**-0.5 if found.scale is None else found.scale
+        made = graph.call_function(
+            torch.ops.hotloop.self_attention.default, (x, weight, bias, found.heads, found.causal, scale)
+        )
+        rows = graph.call_function(operator.getitem, (made, 0))
+        out = graph.call_method("transpose", (rows, 1, 2))
+    out.meta = dict(node.meta)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return True
+
+
+def _as_type(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
+    if node is None or _value(node).dtype == dtype:
+        return node
+    return graph.call_method("to", (node, dtype))

@@ -62,7 +62,9 @@ def with_rate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 VARIANTS: dict[str, Make] = {
-    "torch AdamW fused": lambda m: with_rate(torch.optim.AdamW(m.parameters(), fused=DEVICE.type == "cuda")),
+    "torch AdamW fused": lambda m: with_rate(
+        torch.optim.AdamW(m.parameters(), fused=DEVICE.type == "cuda", capturable=DEVICE.type == "cuda")
+    ),
     "torch AdamW foreach": lambda m: torch.optim.AdamW(
         m.parameters(), foreach=True, capturable=DEVICE.type == "cuda"
     ),
@@ -85,6 +87,14 @@ VARIANTS: dict[str, Make] = {
     "Muon, all": lambda m: with_rate(Muon(split_matrices(m), lr=0.02)),
     "Muon, all, momentum scheduled": lambda m: with_tensors(Muon(split_matrices(m), lr=0.02)),
     "Muon, all, bf16 + masters": lambda m: with_rate(Muon(split_matrices(m.bfloat16()), lr=0.02)),
+    "Muon kernels, matrices": lambda m: Muon(matrices(m), lr=0.02, fused=True),
+    "Muon kernels, all": lambda m: with_rate(Muon(split_matrices(m), lr=0.02, fused=True)),
+    "Muon kernels, all, momentum scheduled": lambda m: with_tensors(
+        Muon(split_matrices(m), lr=0.02, fused=True)
+    ),
+    "Muon kernels, all, bf16 + masters": lambda m: with_rate(
+        Muon(split_matrices(m.bfloat16()), lr=0.02, fused=True)
+    ),
 }
 
 

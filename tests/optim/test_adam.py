@@ -240,7 +240,7 @@ def test_one_launch_for_masters_and_tensor_settings(monkeypatch, maximize, scale
     monkeypatch.setattr(kernels, "fused_adamw", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
     results = []
     for by_kernel in (False, True):
-        monkeypatch.setattr(adam_module, "_runs_on", lambda device, answer=by_kernel: answer)
+        monkeypatch.setattr(adam_module, "kernels_run_on", lambda device, answer=by_kernel: answer)
         weights = make_weights(torch.bfloat16)
         optimizer = AdamW(weights, lr=1e-2, fused=by_kernel or None, maximize=maximize, weight_decay=0.1)
         optimizer.found_inf = torch.zeros(())

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.optim import AdamW, Muon, split_matrices
+from hotloop.kernels import muon as kernels
+from hotloop.optim import AdamW, Muon, masters_of, split_matrices
+from hotloop.optim import adam as adam_module
+from hotloop.optim import muon as muon_module
 from hotloop.optim.orthogonal import QUINTIC
 
 SHAPES = [(6, 4), (4, 6), (4, 4), (6, 4), (8, 2, 3, 3)]
@@ -205,3 +208,48 @@ def test_what_is_no_matrix_is_an_error():
         Muon(nn.Linear(2, 3).parameters())
     with pytest.raises(hotloop.HotloopError, match="adjust_lr_fn='moon' is not known; valid: original"):
         Muon([nn.Parameter(torch.zeros(2, 2))], adjust_lr_fn="moon")
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_route_of_a_device_with_the_kernels_twins(monkeypatch, dtype, maximize):
+    """Three launches around the products, also for channels_last kernels, whose matrix is what lies in memory."""
+    calls = []
+    original = kernels.muon_gather
+
+    def gather(*tensors, dtype, **settings):
+        calls.append(len(tensors[0]))
+        # the products in float32: rounding between them is not what is compared
+        return original(*tensors, dtype=torch.float32, **settings)
+
+    monkeypatch.setattr(kernels, "muon_gather", gather)
+    results = []
+    for by_kernels in (False, True):
+        for module in (adam_module, muon_module):
+            monkeypatch.setattr(module, "kernels_run_on", lambda device, answer=by_kernels: answer)
+        weights = make_weights(dtype)
+        weights[4].data = weights[4].data.contiguous(memory_format=torch.channels_last)
+        weights.append(nn.Parameter(torch.ones(3, dtype=dtype)))
+        optimizer = Muon(
+            [{"params": weights[:5]}, {"params": weights[5:], "use_muon": False}],
+            lr=0.02,
+            weight_decay=0.1,
+            fused=by_kernels or None,
+            maximize=maximize,
+            ns_dtype=torch.bfloat16 if by_kernels else torch.float32,
+        )
+        optimizer.grad_scale = torch.full((), 4.0)
+        for step in range(8):
+            for w, g in zip(weights, gradients(step, weights), strict=True):
+                w.grad = torch.empty_like(w).copy_(g)
+            if step == 3:
+                weights[0].grad.fill_(float("nan"))
+            optimizer.found_inf = torch.tensor(float(step == 3))
+            optimizer.step()
+        pairs = masters_of(optimizer)
+        results.append([w.detach() if pairs is None else pairs.get(w) for w in weights])
+        assert all(torch.equal(w, m.to(dtype)) for w, m in zip(weights, results[-1], strict=True))
+    # of one shape at a time, seven updates and a refused one
+    assert calls == [2, 1, 1, 1] * 8
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-6)

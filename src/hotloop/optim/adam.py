@@ -18,7 +18,7 @@ from hotloop.optim.resident import ResidentOptimizer, check_settings
 if TYPE_CHECKING:
     from hotloop.kernels import Tables
 
-__all__ = ["Adam", "AdamW", "adam_state_names", "update_adam"]
+__all__ = ["Adam", "AdamW", "adam_state_names", "kernels_run_on", "update_adam"]
 
 
 class Adam(ResidentOptimizer):
@@ -140,11 +140,12 @@ def _kernel_takes(batch: Batch, group: dict[str, Any]) -> bool:
         and batch.dtype == torch.float32
         and all(g.dtype == kind for g in batch.gradients)
         and all(g.stride() == w.stride() for g, w in zip(batch.gradients, batch.weights, strict=True))
-        and _runs_on(batch.device)
+        and kernels_run_on(batch.device)
     )
 
 
-def _runs_on(device: torch.device) -> bool:
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether hotloop's kernels are launched on `device`."""
     if device.type != "cuda":
         return False
     from hotloop.kernels import adamw_runs_on
@@ -156,9 +157,6 @@ def _update_by_kernel(batch: Batch, group: dict[str, Any], decoupled: bool, tabl
     from hotloop.kernels import fused_adamw
 
     assert batch.step is not None
-    coefficient = None if batch.scale is None else batch.scale.reciprocal()
-    if group.get("maximize"):
-        coefficient = batch.step.new_full((), -1.0) if coefficient is None else -coefficient
     beta1, beta2 = group["betas"]
     fused_adamw(
         batch.weights,
@@ -171,7 +169,7 @@ def _update_by_kernel(batch: Batch, group: dict[str, Any], decoupled: bool, tabl
         beta2=beta2,
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        coefficient=coefficient,
+        coefficient=batch.factor(maximize=group.get("maximize", False)),
         skip=batch.refuse,
         shadows=batch.parameters if batch.has_masters else None,
         decoupled=decoupled,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Number", "Refusal", "as_number", "is_tensor", "to_dtype"]
+__all__ = ["Batch", "Number", "Refusal", "as_number", "is_dense", "is_tensor", "to_dtype"]
 
 Number: TypeAlias = float | Tensor
 """A setting: a Python number, or a 0-d tensor on the parameters' device."""
@@ -90,6 +90,13 @@ class Batch:
         # a refused first update leaves 0, and its bias correction must not be 0 / 0
         return wide if self.refuse is None else wide.clamp(min=1.0)
 
+    def factor(self, *, maximize: bool = False) -> Tensor | None:
+        """What a kernel is to multiply gradients by, 0-d: unscaled, negated to `maximize`; None for 1."""
+        factor = None if self.scale is None else self.scale.reciprocal()
+        if not maximize:
+            return factor
+        return torch.full((), -1.0, device=self.device) if factor is None else -factor
+
     def cast_gradients(self) -> list[Tensor]:
         """Gradients in the weights' dtype and layout; the originals where they are that already."""
         dtype = self.dtype
@@ -117,7 +124,7 @@ class Batch:
         sizes = [w.numel() for w in self.weights]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         views = [
-            part.as_strided(w.shape, w.stride()) if _is_dense(w) else part.view(w.shape)
+            part.as_strided(w.shape, w.stride()) if is_dense(w) else part.view(w.shape)
             for part, w in zip(flat.split(sizes), self.weights, strict=True)
         ]
         torch._foreach_copy_(views, self.gradients)
@@ -163,7 +170,7 @@ def _widen(value: Tensor) -> Tensor:
     return value.double() if value.device.type in ("cpu", "cuda") else value
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the strides of `tensor` fit memory of just its own size."""
     if tensor.is_contiguous():
         return True

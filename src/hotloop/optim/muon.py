@@ -8,6 +8,7 @@ Matrices of one shape, or its transpose, are one stack: each product is then one
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hotloop.errors import OptimizerError
-from hotloop.optim.adam import adam_state_names, update_adam
-from hotloop.optim.batch import Batch, Number, is_tensor, to_dtype
+from hotloop.optim.adam import adam_state_names, kernels_run_on, update_adam
+from hotloop.optim.batch import Batch, Number, is_dense, is_tensor, to_dtype
+from hotloop.optim.beside import run_beside
 from hotloop.optim.orthogonal import QUINTIC, orthogonalise
 from hotloop.optim.resident import ResidentOptimizer, check_settings
 
@@ -52,6 +54,7 @@ class Muon(ResidentOptimizer):
             are called `lr`, `betas`, `eps` and `weight_decay`.
         ns_dtype: dtype of the products; None for bfloat16 on a CUDA device and the weights' own elsewhere.
         maximize: climb instead of descend.
+        fused: True for hotloop's kernels, on a CUDA device; of AdamW's groups as there.
         master: keep float32 masters of 16-bit parameters; None (and True) keep them, False does not.
 
     Raises:
@@ -78,6 +81,7 @@ class Muon(ResidentOptimizer):
         adamw_weight_decay: Number = 0.0,
         ns_dtype: torch.dtype | None = None,
         maximize: bool = False,
+        fused: bool | None = None,
         master: bool | None = None,
     ) -> None:
         check_settings("Muon", lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
@@ -106,6 +110,7 @@ class Muon(ResidentOptimizer):
                 "adjust_lr_fn": adjust_lr_fn,
                 "ns_dtype": ns_dtype,
                 "maximize": maximize,
+                "fused": fused,
                 "master": master,
                 **adamw,
             },
@@ -139,7 +144,9 @@ class Muon(ResidentOptimizer):
         own = {n: v for n, v in self.defaults.items() if not n.startswith("adamw_")}
         if use_muon:
             return own
-        return {n: self.defaults[f"adamw_{n}"] for n in _ADAMW} | {n: own[n] for n in ("maximize", "master")}
+        return {n: self.defaults[f"adamw_{n}"] for n in _ADAMW} | {
+            n: own[n] for n in ("maximize", "fused", "master")
+        }
 
     def _complete(self, group: dict[str, Any]) -> None:
         for name, value in self._settings(group.setdefault("use_muon", True)).items():
@@ -153,6 +160,9 @@ class Muon(ResidentOptimizer):
         """See `ResidentOptimizer.update`."""
         if not group["use_muon"]:
             update_adam(batch, group, decoupled=True, tables=self.tables_of)
+            return
+        if self._kernels_take(batch, group):
+            self._update_by_kernels(batch, group)
             return
         lr, decay = group["lr"], group["weight_decay"]
         directions = _directions(batch, group)
@@ -180,6 +190,67 @@ class Muon(ResidentOptimizer):
                 updates.append((part.mT if turned else part).reshape(weight.shape))
             for scale, (weights, updates) in parts.items():
                 torch._foreach_add_(weights, updates, alpha=scale if is_tensor(rate) else rate * scale)
+
+    def _kernels_take(self, batch: Batch, group: dict[str, Any]) -> bool:
+        """Whether hotloop's kernels run there and know tensors such as these."""
+        if not group["fused"] or not kernels_run_on(batch.device):
+            return False
+        kind = batch.gradients[0].dtype
+        return (
+            batch.dtype == torch.float32
+            and group["ns_dtype"] in (None, torch.bfloat16, torch.float16)
+            and all(g.dtype == kind for g in batch.gradients)
+            and all(
+                g.stride() == w.stride() and w.stride(0) * len(w) == w.numel() and is_dense(w)
+                for g, w in zip(batch.gradients, batch.weights, strict=True)
+            )
+        )
+
+    def _update_by_kernels(self, batch: Batch, group: dict[str, Any]) -> None:
+        """Matrices of one shape and layout at a time, all kinds beside each other."""
+        from hotloop.kernels.muon import muon_apply, muon_gather, newton_schulz, scalar_on
+
+        lr, momentum, decay = (scalar_on(group[n], batch.device) for n in ("lr", "momentum", "weight_decay"))
+        factor = batch.factor(maximize=group["maximize"])
+        means = batch.state["momentum_buffer"]
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for number, weight in enumerate(batch.weights):
+            kinds.setdefault((weight.shape, weight.stride()), []).append(number)
+
+        def update(members: list[int], part: Any) -> None:
+            tables = self.tables_of(group, part)
+            weights = [batch.weights[i] for i in members]
+            rows = len(weights[0])
+            ready = muon_gather(
+                [batch.gradients[i] for i in members],
+                [means[i] for i in members],
+                momentum=momentum,
+                nesterov=group["nesterov"],
+                eps=group["eps"],
+                dtype=group["ns_dtype"] or torch.bfloat16,
+                coefficient=factor,
+                skip=batch.refuse,
+                tables=tables,
+            )
+            ready = newton_schulz(ready, group["ns_steps"], group["ns_coefficients"])
+            muon_apply(
+                weights,
+                ready,
+                lr=lr,
+                weight_decay=decay,
+                scale=_update_scale((rows, weights[0].numel() // rows), group["adjust_lr_fn"]),
+                skip=batch.refuse,
+                shadows=[batch.parameters[i] for i in members] if batch.has_masters else None,
+                tables=tables,
+            )
+
+        works = []
+        for kind, members in kinds.items():
+            most = max(_MOST_ELEMENTS // max(batch.weights[members[0]].numel(), 1), 1)
+            for first in range(0, len(members), most):
+                works.append(functools.partial(update, members[first : first + most], (kind, first)))
+        run_beside(works, batch.device)
+        batch.rounded = True
 
 
 def _directions(batch: Batch, group: dict[str, Any]) -> list[Tensor]:
@@ -214,7 +285,7 @@ def _stacks(directions: list[Tensor]) -> Iterator[list[tuple[int, Tensor, bool]]
             yield members[first : first + most]
 
 
-def _update_scale(shape: torch.Size, rule: str | None) -> float:
+def _update_scale(shape: tuple[int, ...], rule: str | None) -> float:
     rows, columns = shape
     if rule is None or rule == "original":
         return math.sqrt(max(1.0, rows / columns))

@@ -46,7 +46,7 @@ class ResidentOptimizer(Optimizer):
 
     def _mark(self) -> None:
         self._step_supports_amp_scaling = True
-        self._tables: dict[int, Tables] = {}
+        self._tables: dict[tuple[int, Any], Tables] = {}
         self._hotloop_masters = MasterPairs()
         for p, state in self.state.items():
             if "master" in state:
@@ -60,13 +60,13 @@ class ResidentOptimizer(Optimizer):
         """Update the weights of `batch` in place by `group`'s settings, and count its step."""
         raise NotImplementedError
 
-    def tables_of(self, group: dict[str, Any]) -> Tables:
-        """Where kernels over many tensors keep the addresses of this group's."""
-        found = self._tables.get(id(group))
+    def tables_of(self, group: dict[str, Any], part: Any = None) -> Tables:
+        """Where kernels over many tensors keep the addresses of this group's, or of a part of it."""
+        found = self._tables.get((id(group), part))
         if found is None:
             from hotloop.kernels import Tables
 
-            found = self._tables[id(group)] = Tables()
+            found = self._tables[id(group), part] = Tables()
         return found
 
     @torch.no_grad()

@@ -10,7 +10,8 @@ Counts: whole training steps in bf16 (forward, backward, clip at norm 1, fused A
 synchronised at the end of each timed stretch. Two feeds. "resident": eight batches that lie on the device, the same for
 all. "end": from data in host memory; Accelerate and "hotloop, same DataLoader" iterate over a shuffled torch DataLoader
 without workers, "hotloop" over a shuffled `ResidentLoader`: the data set lies on the device, and each epoch has a new
-order. Warm-up of every variant (compilation and recording too) is left out and shown apart, in seconds.
+order. "bf16-true" stores weights in bf16, with float32 masters in the optimizer. Warm-up of every variant (compilation
+and recording too) is left out and shown apart, in seconds.
 Host time per step is the time until a call returns, the device idle before it, median. Accelerate is written as its
 users write it (`loss.item()` each step).
 """
@@ -63,7 +64,8 @@ def build(kind: str, name: str, feed: str = "resident") -> Step:
 
     if kind.startswith("hotloop"):
         mode = kind.split()[1].rstrip(",")
-        loop = hotloop.Loop(precision="bf16", record=False, nonfinite="stop")
+        precision = "bf16-true" if "bf16-true" in kind else "bf16"
+        loop = hotloop.Loop(precision=precision, record=False, nonfinite="stop")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         model, optimizer = loop.prepare(model, optimizer)
         if feed == "resident":
@@ -161,6 +163,9 @@ def measure(name: str, feed: str, kinds: list[str], quick: bool) -> list[Figure]
         peer = "raw" if kind == "accelerate" and "raw" in variants else "accelerate"
         ratio = paired_ratio(times[kind], times[peer])[0] if peer in variants else None
         figures.append(Figure(f"{name}, {feed}: {kind}", rate, "steps/s", spread, peer, ratio))
+        if kind.startswith("hotloop") and "raw reduce-overhead" in variants:
+            faster, spread = paired_ratio(times[kind], times["raw reduce-overhead"])
+            figures.append(Figure(f"{name}, {feed}: {kind} over reduce-overhead", faster, "times", spread))
     for kind, step in variants.items():
         if feed == "resident":
             figures.append(Figure(f"{name}, {feed}: {kind}, host", host_time_us(step, 100), "us/step"))
@@ -184,7 +189,8 @@ def main() -> None:
     figures: list[Figure] = []
     for name in {"both": MODELS[:2], "all": MODELS}.get(args.model, (args.model,)):
         if args.feed in ("resident", "both"):
-            figures += measure(name, "resident", kinds, args.quick)
+            more = ["hotloop full, bf16-true"] if name == "gpt" and args.compile else []
+            figures += measure(name, "resident", kinds + more, args.quick)
         if args.feed in ("end", "both"):
             figures += measure(name, "end", ends, args.quick)
     report("training steps per second, bf16, clipping", figures, args.json)

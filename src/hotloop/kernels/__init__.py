@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hotloop.kernels.norms import clip_norm, clip_norm_eager, scale_all
     from hotloop.kernels.registry import RegisteredKernel, register
     from hotloop.kernels.selection import chosen, kernels_chosen, kernels_wanted
+    from hotloop.kernels.squared_relu import squared_relu, squared_relu_eager
     from hotloop.kernels.tables import Tables
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "self_attention_eager",
     "split_heads",
     "split_heads_eager",
+    "squared_relu",
+    "squared_relu_eager",
 ]
 
 __getattr__ = deferred(
@@ -78,5 +81,7 @@ __getattr__ = deferred(
         "self_attention_eager": "hotloop.kernels.attention",
         "split_heads": "hotloop.kernels.heads",
         "split_heads_eager": "hotloop.kernels.heads",
+        "squared_relu": "hotloop.kernels.squared_relu",
+        "squared_relu_eager": "hotloop.kernels.squared_relu",
     },
 )

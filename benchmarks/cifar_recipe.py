@@ -54,9 +54,10 @@ class Recipe:
     keep: tuple[
         tuple[float, float], ...
     ] = ()  # (from epoch, share of the samples kept: the hardest by last loss)
-    side_stream: bool = True
+    side_stream: bool = False
     ns_steps: int = 3
-    features: int = 24  # of the whitening layer
+    features: int = 24  # of the first layer: 24 whitened ones, and the strongest of them once more
+    again: float = 2.0  # by what those are larger
 
     @property
     def type(self) -> torch.dtype:
@@ -121,8 +122,9 @@ class Net(nn.Module):
         patches = F.unfold(images.float(), 2).transpose(1, 2).reshape(-1, 12)
         covariance = (patches.T @ patches / len(patches)).cpu()  # 12 x 12: the host is faster
         values, vectors = torch.linalg.eigh(covariance)
-        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)[-self.recipe.features // 2 :]
-        self.whiten.copy_(torch.cat((scaled, -scaled)))
+        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
+        more = scaled[12 - (self.recipe.features - 24) // 2 :] * self.recipe.again
+        self.whiten.copy_(torch.cat((scaled, -scaled, more, -more)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of what the whitening layer made, [n, features, size - 1, size - 1]."""
@@ -147,8 +149,8 @@ class Filters:
         rows, columns = max(len(p) for p in parameters), max(p[0].numel() for p in parameters)
         p = parameters[0]
         self.buffer = torch.zeros(len(parameters), rows, columns, device=p.device, dtype=p.dtype)
-        self.views = [self._as(m, p) for m, p in zip(self.buffer, parameters, strict=True)]
         self.work = torch.zeros_like(self.buffer)
+        self.norms = torch.tensor([math.sqrt(len(p)) for p in parameters], device=p.device, dtype=p.dtype)
         self.work_views = [self._as(m, p) for m, p in zip(self.work, parameters, strict=True)]
 
     @staticmethod
@@ -159,22 +161,20 @@ class Filters:
 
     @torch.no_grad()
     def step(self, rate: torch.Tensor) -> None:
-        gradients = [p.grad for p in self.parameters]
-        self.buffer.mul_(self.momentum)
-        torch._foreach_add_(self.views, gradients)
-        torch._foreach_copy_(self.work_views, gradients)
-        x = self.work.add_(self.buffer, alpha=self.momentum)
+        """p = p * sqrt(outputs) / |p| - rate * orthogonalised direction; as few kernels as torch allows."""
+        torch._foreach_copy_(self.work_views, [p.grad for p in self.parameters])
+        torch.add(self.work, self.buffer, alpha=self.momentum, out=self.buffer)
+        x = torch.add(self.work, self.buffer, alpha=self.momentum)
         x = x / (
             torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).to(x.dtype) + 1e-5
         )
         for _ in range(self.steps):
             a = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7391, alpha=2.0843), x, beta=3.4576)
-        x = x * rate
-        norms = torch._foreach_norm(self.parameters)
-        for p, m, n in zip(self.parameters, x, norms, strict=True):
-            # p * sqrt(outputs) / |p| - rate * update
-            torch.sub(p * (math.sqrt(len(p)) / n), self._as(m, p), out=p)
+        x = x * -rate
+        scales = self.norms / torch.stack(torch._foreach_norm(self.parameters))
+        for p, m, scale in zip(self.parameters, x, scales.unbind(), strict=True):
+            torch.addcmul(self._as(m, p), p, scale, out=p)
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from torch import nn
 
 __all__ = ["PooledNormSiLU", "pooled_norm_silu", "pooled_norm_silu_eager"]
 
-_MOST_ROWS = 2048
+_MOST_ROWS = 1024
 """Rows of partial sums at most: enough programs to fill a GPU, few enough to add up in no time."""
 
 
@@ -130,6 +130,10 @@ def _turns(pixels: int) -> int:
     return turns
 
 
+def _is_fast(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -180,7 +184,21 @@ class _PooledNorm(torch.autograd.Function):
             C, True, _BR, _ADD_BC, _power(-(-rows // _BR)), num_warps=_ADD_WARPS,
         )  # fmt: skip
         programs.scale_and_gate[_grid(pixels, C)](
-            pooled, out, statistics, bias, pixels, eps, h, w, C, False, False, _BP, _BC, num_warps=_WARPS
+            pooled,
+            out,
+            statistics,
+            bias,
+            pixels,
+            eps,
+            h,
+            w,
+            C,
+            False,
+            False,
+            _is_fast(x),
+            _BP,
+            _BC,
+            num_warps=_WARPS,
         )
         ctx.save_for_backward(pooled, which if pool else None, statistics, bias)
         ctx.shape, ctx.pool = (N, C, H, W), pool
@@ -199,7 +217,18 @@ class _PooledNorm(torch.autograd.Function):
         partial = torch.empty((rows, 2, C), device=pooled.device)
         sums = torch.empty((2, C), device=pooled.device)
         programs.slope_and_sum[(rows, columns)](
-            pooled, gradient, statistics, bias, partial, pixels, C, _SUM_BP, _BC, turns, num_warps=_SUM_WARPS
+            pooled,
+            gradient,
+            statistics,
+            bias,
+            partial,
+            pixels,
+            C,
+            _is_fast(pooled),
+            _SUM_BP,
+            _BC,
+            turns,
+            num_warps=_SUM_WARPS,
         )
         programs.add_up[(C // _ADD_BC,)](
             partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, _power(-(-rows // _BR)),
@@ -211,7 +240,7 @@ class _PooledNorm(torch.autograd.Function):
         windows = N * ((H + 1) // 2) * ((W + 1) // 2) if ctx.pool else pixels
         programs.slope_and_scatter[_grid(windows, C)](
             pooled, gradient, statistics, bias, sums, which if ctx.pool else pooled, dx, windows, pixels,
-            H, W, C, ctx.pool, _BP, _BC, num_warps=_WARPS,
+            H, W, C, ctx.pool, _is_fast(pooled), _BP, _BC, num_warps=_WARPS,
         )  # fmt: skip
         return dx, sums[0], None, None, None, None, None
 
@@ -232,7 +261,7 @@ def _infer(
     pixels = N * h * w
     statistics = torch.stack((running_mean, running_var))
     programs.scale_and_gate[_grid(pixels, C)](
-        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _BP, _BC, num_warps=_WARPS
+        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _is_fast(x), _BP, _BC, num_warps=_WARPS
     )
     return out
 

@@ -73,8 +73,9 @@ def pool_and_sum(
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     c = channels[None, :]
     guess = tl.load(mean_guess + channels)
-    total = tl.zeros((BC,), tl.float32)
-    square = tl.zeros((BC,), tl.float32)
+    # whole tiles are added up and reduced once: a reduction each turn would cost more than the loads
+    total = tl.zeros((BP, BC), tl.float32)
+    square = tl.zeros((BP, BC), tl.float32)
     for turn in range(TURNS):
         p = (program * TURNS + turn) * BP + tl.arange(0, BP)
         inside = (p < pixels)[:, None]
@@ -90,10 +91,10 @@ def pool_and_sum(
         else:
             value = tl.load(x + at * C + c, mask=mask, other=0.0)
         v = tl.where(inside, value.to(tl.float32) - guess[None, :], 0.0)
-        total += tl.sum(v, 0)
-        square += tl.sum(v * v, 0)
-    tl.store(partial + program * 2 * C + channels, total)
-    tl.store(partial + program * 2 * C + C + channels, square)
+        total += v
+        square += v * v
+    tl.store(partial + program * 2 * C + channels, tl.sum(total, 0))
+    tl.store(partial + program * 2 * C + C + channels, tl.sum(square, 0))
 
 
 @jit
@@ -141,21 +142,19 @@ def add_up(
 
 
 @jit
+def _sigmoid(z, FAST: tl.constexpr):
+    """FAST: by the hardware's tanh, whose error of 2^-11 16-bit results do not show."""
+    if FAST:
+        half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * 0.5], tl.float32, True, 1)
+        return half * 0.5 + 0.5
+    return tl.sigmoid(z)
+
+
+@jit
 def scale_and_gate(
-    x,
-    out,
-    statistics,
-    bias,
-    pixels,
-    eps,
-    H,
-    W,
-    C,
-    POOL: tl.constexpr,
-    INFER: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, out, statistics, bias, pixels, eps,
+    H, W, C, POOL: tl.constexpr, INFER: tl.constexpr, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """z = (x - mean) / deviation + bias, out = z * sigmoid(z). INFER: statistics are mean and variance."""
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     c = channels[None, :]
@@ -169,82 +168,57 @@ def scale_and_gate(
         value, _place = _largest(x, first, c, C, W, mask)
     else:
         value = tl.load(x + at * C + c, mask=mask, other=0.0)
-    mean = tl.load(statistics + channels)[None, :]
-    inverse = tl.load(statistics + C + channels)[None, :]
+    mean = tl.load(statistics + channels)
+    inverse = tl.load(statistics + C + channels)
     if INFER:
         inverse = 1.0 / tl.sqrt(inverse + eps)
-    z = (value.to(tl.float32) - mean) * inverse + tl.load(bias + channels)[None, :]
-    tl.store(out + at * C + c, (z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=mask)
+    shift = tl.load(bias + channels) - mean * inverse
+    z = value.to(tl.float32) * inverse[None, :] + shift[None, :]
+    tl.store(out + at * C + c, (z * _sigmoid(z, FAST)).to(out.dtype.element_ty), mask=mask)
 
 
 @jit
-def _slope(
-    x,
-    gradient,
-    statistics,
-    bias,
-    at,
-    channels,
-    C,
-    mask,
-):
+def _slope(x, gradient, at, c, C, mask, inverse, shift, bias, FAST: tl.constexpr):
     """(gradient of z, normalised x)."""
-    c = channels[None, :]
     value = tl.load(x + at * C + c, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(gradient + at * C + c, mask=mask, other=0.0).to(tl.float32)
-    inverse = tl.load(statistics + C + channels)[None, :]
-    normal = (value - tl.load(statistics + channels)[None, :]) * inverse
-    z = normal + tl.load(bias + channels)[None, :]
-    s = tl.sigmoid(z)
-    return dy * (s * (1.0 + z * (1.0 - s))), normal
+    normal = value * inverse + shift
+    z = normal + bias
+    s = _sigmoid(z, FAST)
+    return dy * (s + z * (s - s * s)), normal
 
 
 @jit
 def slope_and_sum(
-    x,
-    gradient,
-    statistics,
-    bias,
-    partial,
-    pixels,
-    C,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-    TURNS: tl.constexpr,
-):
+    x, gradient, statistics, bias, partial, pixels,
+    C, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """Add up, per channel, the gradient of z and its product with normalised x. partial: float32 [programs, 2, C]."""
     program = tl.program_id(0)
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
-    total = tl.zeros((BC,), tl.float32)
-    product = tl.zeros((BC,), tl.float32)
+    c = channels[None, :]
+    inverse = tl.load(statistics + C + channels)
+    shift = -tl.load(statistics + channels) * inverse
+    own = tl.load(bias + channels)[None, :]
+    inverse = inverse[None, :]
+    shift = shift[None, :]
+    total = tl.zeros((BP, BC), tl.float32)
+    product = tl.zeros((BP, BC), tl.float32)
     for turn in range(TURNS):
         p = (program * TURNS + turn) * BP + tl.arange(0, BP)
-        mask = (p < pixels)[:, None] & (channels < C)[None, :]
-        slope, normal = _slope(x, gradient, statistics, bias, p.to(tl.int64)[:, None], channels, C, mask)
-        total += tl.sum(slope, 0)
-        product += tl.sum(slope * normal, 0)
-    tl.store(partial + program * 2 * C + channels, total)
-    tl.store(partial + program * 2 * C + C + channels, product)
+        mask = (p < pixels)[:, None] & (c < C)
+        slope, normal = _slope(x, gradient, p.to(tl.int64)[:, None], c, C, mask, inverse, shift, own, FAST)
+        total += slope
+        product += slope * normal
+    tl.store(partial + program * 2 * C + channels, tl.sum(total, 0))
+    tl.store(partial + program * 2 * C + C + channels, tl.sum(product, 0))
 
 
 @jit
 def slope_and_scatter(
-    x,
-    gradient,
-    statistics,
-    bias,
-    sums,
-    which,
-    out,
-    windows,
-    pixels,
-    H,
-    W,
-    C,
-    POOL: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, gradient, statistics, bias, sums, which, out, windows, pixels,
+    H, W, C, POOL: tl.constexpr, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """The gradient of what was pooled: that of the norm at each window's largest value, zero elsewhere.
 
     With POOL, `windows` counts partial windows at odd borders too, and `pixels` is that of the pooled image.
@@ -254,30 +228,30 @@ def slope_and_scatter(
     p = tl.program_id(0) * BP + tl.arange(0, BP)
     inside = p < windows
     q = p
-    row = p
-    column = p
+    whole = inside
     if POOL:
         h = H // 2
         w = W // 2
         hh = (H + 1) // 2
         ww = (W + 1) // 2
-        row = (p // ww) % hh
         column = p % ww
-        image = p // (hh * ww)
+        above = p // ww
+        row = above % hh
+        image = above // hh
         q = (image * h + row) * w + column
         whole = inside & (row < h) & (column < w)
-    else:
-        whole = inside
     mask = whole[:, None] & (c < C)
     at = q.to(tl.int64)[:, None]
-    slope, normal = _slope(x, gradient, statistics, bias, at, channels, C, mask)
-    inverse = tl.load(statistics + C + channels)[None, :]
-    one = tl.load(sums + channels)[None, :] / pixels
-    two = tl.load(sums + C + channels)[None, :] / pixels
-    dx = (inverse * (slope - one - normal * two)).to(out.dtype.element_ty)
+    inverse = tl.load(statistics + C + channels)
+    shift = -tl.load(statistics + channels) * inverse
+    own = tl.load(bias + channels)[None, :]
+    slope, normal = _slope(x, gradient, at, c, C, mask, inverse[None, :], shift[None, :], own, FAST)
+    one = (tl.load(sums + channels) / pixels)[None, :]
+    two = (tl.load(sums + C + channels) / pixels)[None, :]
+    dx = (inverse[None, :] * (slope - one - normal * two)).to(out.dtype.element_ty)
     if POOL:
         place = tl.load(which + at * C + c, mask=mask, other=4)
-        first = _window(p // (hh * ww), row, column, H, W).to(tl.int64)[:, None]
+        first = _window(image, row, column, H, W).to(tl.int64)[:, None]
         here = inside[:, None] & (c < C)
         right = here & (2 * column + 1 < W)[:, None]
         below = here & (2 * row + 1 < H)[:, None]

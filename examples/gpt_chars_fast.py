@@ -17,21 +17,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import hotloop
-from hotloop import optim
+from hotloop import kernels, optim
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """How it is trained. Rates are peaks; `stages` are (share of the updates, context, batch)."""
 
-    updates: int = 340
-    stages: tuple[tuple[float, int, int], ...] = ((1.0, 256, 64),)
-    rates: tuple[float, float, float] = (0.03, 0.03, 0.003)  # Muon's matrices; Adam's embedding and head
+    updates: int = 240
+    stages: tuple[tuple[float, int, int], ...] = ((1.0, 256, 32),)
+    rates: tuple[float, float, float] = (0.06, 0.03, 0.001)  # Muon's matrices; Adam's embedding and head
     weight_decay: float = 0.0
     warm: float = 0.05
     decay: float = 0.6
+    momentum: tuple[float, float] = (0.85, 0.95)
+    betas: tuple[float, float] = (0.8, 0.95)
+    ns_steps: int = 5
     dropout: float = 0.0
-    activation: str = "gelu"
+    activation: str = "relu2"
+    history: int = 1
+    spread: float = 0.7
+    cap: float = 15.0
+    kernels: bool = True
     first_look: float = 0.8
     look_every: int = 10
     target: float = 1.50
@@ -40,34 +47,44 @@ class Recipe:
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, recipe: Recipe) -> None:
         super().__init__()
-        self.heads, self.dropout, self.activation = heads, recipe.dropout, recipe.activation
+        self.heads, self.dropout = heads, recipe.dropout
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        names = ("layer_norm", "split_heads", "squared_relu")
+        self.norm, self.split, self.act = (
+            getattr(kernels, n if recipe.kernels else f"{n}_eager") for n in names
+        )
+        if recipe.activation == "gelu":
+            self.act = kernels.bias_gelu if recipe.kernels else F.gelu
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, branch: torch.Tensor | None, ones: torch.Tensor, angles: tuple
+    ) -> tuple:
+        """The stream and the branch to be added to it: norms take the sum along."""
         B, T, C = x.shape
-        weight = torch.cat([self.q.weight, self.k.weight, self.v.weight])
-        qkv = F.linear(F.rms_norm(x, (C,)), weight).view(B, T, 3, self.heads, C // self.heads)
-        # queries and keys normed (Henry et al. 2020) and turned by their positions (Su et al. 2021), in one go
-        qk = F.rms_norm(qkv[:, :, :2], (C // self.heads,))
-        qk = torch.addcmul(qk * cos, qk.roll(C // self.heads // 2, -1), sin)
-        q, k, v = (t.transpose(1, 2) for t in (qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2]))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, C)
-        x = x + F.dropout(self.out(a), self.dropout, self.training)
-        h = self.up(F.rms_norm(x, (C,)))
-        h = F.relu(h).square() if self.activation == "relu2" else F.gelu(h)
-        return x + F.dropout(self.down(h), self.dropout, self.training)
+        x, h = self.norm(x, ones, branch=branch)
+        qkv = F.linear(h, torch.cat([self.q.weight, self.k.weight, self.v.weight]))
+        a = F.scaled_dot_product_attention(*self.split(qkv, *angles, self.heads), is_causal=True)
+        a = F.dropout(self.out(a.transpose(1, 2).reshape(B, T, C)), self.dropout, self.training)
+        x, h = self.norm(x, ones, branch=a)
+        return x, F.dropout(self.down(self.act(self.up(h))), self.dropout, self.training)
 
 
 class GPT(nn.Module):
     def __init__(self, vocab: int, recipe: Recipe, width: int = 384, heads: int = 6, layers: int = 6) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(vocab, width, bias=False), nn.Linear(width, vocab, bias=False)
+        self.recipe = recipe
+        self.embed = nn.Linear(vocab * recipe.history, width, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
         self.blocks = nn.ModuleList(Block(width, heads, recipe) for _ in range(layers))
-        angles = torch.arange(256)[:, None] * 1024.0 ** -torch.linspace(0, 1, width // heads // 2)
-        self.register_buffer("cos", torch.cat([angles.cos()] * 2, 1)[:, None, None])
-        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin()], 1)[:, None, None])
-        self.register_buffer("one_hot", torch.eye(vocab))
+        cos, sin = kernels.rotary_tables(256, width // heads, base=1024.0)
+        for name, value in {
+            "cos": cos,
+            "sin": sin,
+            "ones": torch.ones(width),
+            "one_hot": torch.eye(vocab),
+        }.items():
+            self.register_buffer(name, value)
 
     def reset(self) -> None:
         """Draw the weights anew, in place; branches and head begin at zero."""
@@ -75,14 +92,24 @@ class GPT(nn.Module):
             if name.endswith(("out.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(p)
             else:
-                nn.init.normal_(p, std=1.0 if name == "embed.weight" else 0.7 * p.shape[1] ** -0.5)
+                nn.init.normal_(
+                    p, std=1.0 if name == "embed.weight" else self.recipe.spread * p.shape[1] ** -0.5
+                )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # a product with one-hot rows: its gradient is a product too, not a sort of all tokens
-        x = F.rms_norm(self.embed(self.one_hot[tokens]), (self.embed.out_features,))
+        seen = self.one_hot[tokens]
+        if self.recipe.history > 1:
+            seen = torch.cat(
+                [F.pad(seen, (0, 0, i, 0))[:, : tokens.shape[1]] for i in range(self.recipe.history)], 2
+            )
+        norm = self.blocks[0].norm
+        x, branch = norm(self.embed(seen), self.ones)[1], None
+        angles = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
-        return 15 * torch.tanh(self.head(F.rms_norm(x, (x.shape[-1],))).float() / 15)
+            x, branch = block(x, branch, self.ones, angles)
+        logits = self.head(norm(x, self.ones, branch=branch)[1]).float()
+        return self.recipe.cap * torch.tanh(logits / self.recipe.cap) if self.recipe.cap else logits
 
 
 def read_text(path: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -118,11 +145,12 @@ def make_run(path: str, recipe: Recipe, capture: str = "graph"):
             {"params": group, "lr": rate, "use_muon": group is groups[0], "weight_decay": recipe.weight_decay}
             for group, rate in zip(groups, recipe.rates, strict=True)
         ],
-        adamw_betas=(0.8, 0.95),
+        adamw_betas=recipe.betas,
+        ns_steps=recipe.ns_steps,
     )
     n = recipe.updates
     rate = optim.warmup_stable_decay(1.0, n, warm=recipe.warm * n, decay=recipe.decay * n)
-    rates = [rate.with_momentum(optim.linear(0.85, 0.95, 0.3 * n)), rate, rate]
+    rates = [rate.with_momentum(optim.linear(*recipe.momentum, 0.3 * n)), rate, rate]
     scheduler = optim.RateScheduler(optimizer, rates, relative=True)
     optimizer, scheduler = loop.prepare(optimizer, scheduler)
     at_start = scheduler.state_dict()

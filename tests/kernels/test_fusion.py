@@ -94,6 +94,19 @@ def test_what_stands_around_is_taken_along():
     assert [n.args[2] is not None for n in linears] == [False] * 6 + [True]
 
 
+def test_weights_are_converted_together_under_autocast():
+    model, x = Net(), torch.randn(3, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph_module = found_graph(model, x)
+        rewrite(graph_module, anywhere)
+    (cast,) = (n for n in graph_module.graph.nodes if "cast_together" in str(n.target))
+    # seven linear layers' weights, and the one bias that no norm or GELU took
+    assert len(cast.args[0]) == 8
+    plain = found_graph(model, x)
+    rewrite(plain, anywhere)
+    assert not any("cast_together" in str(n.target) for n in plain.graph.nodes)
+
+
 def test_type_of_a_norm_under_autocast_is_that_of_its_users():
     class Two(nn.Module):
         def __init__(self):

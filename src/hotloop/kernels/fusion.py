@@ -1,8 +1,8 @@
 """Puts kernels of ours into a model that is being compiled: the graph that torch.compile found, rewritten.
 
 Layer norms take the residual sum before them along, and the bias of the linear layer that ends the branch; exact
-GELUs take the bias of the linear layer before them. What the graph computes stays the same up to rounding: a bias is
-added in float32 to the 16-bit product, not inside it.
+GELUs take the bias of the linear layer before them; weights that autocast converts are converted together. What the
+graph computes stays the same up to rounding: a bias is added in float32 to the 16-bit product, not inside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 # for the operators that they make
-from hotloop.kernels import attention, gelu, normalisation  # noqa: F401
+from hotloop.kernels import attention, casting, gelu, normalisation  # noqa: F401
 from hotloop.kernels.matching import find_packed_attention
 
 __all__ = ["compile_fused", "rewrite"]
@@ -60,6 +60,7 @@ def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] |
         elif node.target is F.scaled_dot_product_attention:
             replaced += _replace_attention(graph, node)
     if replaced:
+        _cast_together(graph)
         graph.eliminate_dead_code()
         graph.lint()
         graph_module.recompile()
@@ -213,3 +214,51 @@ def _as_type(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
     if node is None or _value(node).dtype == dtype:
         return node
     return graph.call_method("to", (node, dtype))
+
+
+def _cast_together(graph: fx.Graph) -> None:
+    """Convert float32 weights that autocast would convert one by one in one call at the beginning."""
+    places: list[tuple[fx.Node, int]] = []
+    for node in graph.nodes:
+        value = _value(node)
+        if node.op == "call_function" and node.target in _LINEAR and isinstance(value, torch.Tensor):
+            kind = value.device.type
+            if torch.is_autocast_enabled(kind) and value.dtype == torch.get_autocast_dtype(kind):
+                places += [(node, i) for i in (1, 2) if i < len(node.args) and _is_wide(node.args[i])]
+        elif node.op == "call_function" and node.target is torch.ops.hotloop.self_attention.default:
+            places += [(node, i) for i in (1, 2) if _is_conversion(node.args[i])]
+    sources: dict[Any, list[tuple[fx.Node, int]]] = {}
+    for node, i in places:
+        given: Any = node.args[i]
+        source = given.args[0] if _is_conversion(given) else given
+        sources.setdefault(source, []).append((node, i))
+    if len(sources) < 2:
+        return
+    dtype = torch.get_autocast_dtype(_value(next(iter(sources))).device.type)
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    with graph.inserting_before(first):
+        made = graph.call_function(torch.ops.hotloop.cast_together.default, (list(sources), dtype))
+        for number, users in enumerate(sources.values()):
+            one = graph.call_function(operator.getitem, (made, number))
+            for node, i in users:
+                node.update_arg(i, one)
+
+
+def _is_wide(node: Any) -> bool:
+    """A parameter or input in float32."""
+    value = _value(node)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and node.op in ("placeholder", "get_attr")
+    )
+
+
+def _is_conversion(node: Any) -> bool:
+    """What `_as_type` put there."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_method"
+        and node.target == "to"
+        and _is_wide(node.args[0])
+    )

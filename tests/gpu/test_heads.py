@@ -13,9 +13,10 @@ def error(found, exact):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize(("B", "T", "heads", "D"), [(4, 256, 6, 64), (3, 37, 5, 24), (1, 1, 1, 2)])
+@pytest.mark.parametrize("shape", [(4, 256, 6, 64), (3, 37, 5, 24), (1, 1, 1, 2)])
 @pytest.mark.parametrize("norm", [True, False])
-def test_split_heads(dtype, bound, B, T, heads, D, norm):
+def test_split_heads(dtype, bound, shape, norm):
+    B, T, heads, D = shape
     torch.manual_seed(0)
     qkv = torch.randn(B, T, 3 * heads * D, device="cuda", dtype=dtype, requires_grad=True)
     cos, sin = rotary_tables(T + 3, D, device="cuda")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hotloop.capture.places import Places, count_registrations, forward_names
+from hotloop.capture.places import Places, forward_names, registrations
 
 __all__ = ["Fingerprint"]
 
@@ -52,7 +52,10 @@ class Fingerprint:
         modules: all modules found, with their submodules.
         generators: generators of random numbers that the step can reach.
         reached: tensors that the step can reach by itself, not through a module or an optimizer.
+        unchanged: says whether all is as it was when it was remembered.
     """
+
+    unchanged: Callable[[], bool]
 
     def __init__(
         self,
@@ -100,42 +103,45 @@ class Fingerprint:
         groups += [[*root.parameters()] for root in roots] + [self.parameters]
         learning = [[p for p in group if p.requires_grad] for group in groups]
         self._probes = list(dict.fromkeys(p for g in learning if g for p in (g[0], g[-1])))
-        self._turn = 0
         self.remember()
 
     def remember(self) -> None:
         """What is there now is what `unchanged` compares with."""
-        self._registrations = count_registrations()
-        self._known_hooks_id = RemovableHandle.next_id
         self._hook_count()
-        self._places.remember()
-        self._known_learning = self._learning()
-        self._known_parts = [list(held.values()) for held in self._held]
-        self._known_addresses = self._addresses()
-        self._known_autocast, self._known_grad = _autocast(), torch.is_grad_enabled()
+        self.unchanged = self._watch()
 
-    def unchanged(self) -> bool:
-        """Whether all is as it was when it was remembered: no value can differ then.
+    def _watch(self) -> Callable[[], bool]:
+        """A function that says whether all is as it is now: no value can differ then.
 
         Parameters and modules put in another's place are noticed by torch's registration hooks; those written into a
         module's tables past torch are looked for in turn, one module in each call.
         """
-        if count_registrations() != self._registrations or RemovableHandle.next_id != self._known_hooks_id:
-            return False
-        if torch.is_grad_enabled() is not self._known_grad or _autocast() != self._known_autocast:
-            return False
-        if not self._places.unchanged():
-            return False
-        if self._held:
-            self._turn = turn = (self._turn + 1) % len(self._held)
-            held, known = self._held[turn], self._known_parts[turn]
-            if len(held) != len(known) or not all(map(operator.is_, held.values(), known)):
+        registered, handle = registrations(), RemovableHandle
+        registered_before, handles_before = registered.count, handle.next_id
+        grad_enabled, grad_before = torch.is_grad_enabled, torch.is_grad_enabled()
+        autocast_before = _autocast()
+        places_unchanged = self._places.watch()
+        parameters, learning, addresses = self.parameters, self._learning(), self._addresses()
+        tables = itertools.cycle([(held, list(held.values())) for held in self._held] or [({}, [])])
+
+        def unchanged() -> bool:
+            if (
+                registered.count != registered_before
+                or handle.next_id != handles_before
+                or grad_enabled() is not grad_before
+                or _autocast() != autocast_before
+                or not places_unchanged()
+            ):
                 return False
-        parameters = self.parameters
-        return (
-            list(map(_LEARNS, parameters)) == self._known_learning
-            and list(map(_ADDRESS, parameters)) == self._known_addresses
-        )
+            held, known = next(tables)
+            return (
+                len(held) == len(known)
+                and all(map(operator.is_, held.values(), known))
+                and list(map(_LEARNS, parameters)) == learning
+                and list(map(_ADDRESS, parameters)) == addresses
+            )
+
+        return unchanged
 
     def gradients_wait(self) -> bool:
         """Whether gradients lie in the parameters, as far as the first and last of each module and group show."""

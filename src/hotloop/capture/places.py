@@ -11,29 +11,29 @@ import inspect
 import itertools
 import operator
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["Places", "count_registrations", "forward_names"]
+__all__ = ["Places", "Registrations", "forward_names", "registrations"]
 
-_MISSING = object()
+# What getters raise where a place is no longer there: a key, a closure's cell, an attribute.
+_GONE = (KeyError, ValueError, AttributeError)
 
 
 class Places:
-    """Getters with what they are applied to, and what they gave when `remember` was called.
+    """Getters with what they are applied to.
 
     Getters that give a new object each time, and a small number, are welcome: numbers up to 256 are always the same
     objects.
     """
 
     def __init__(self) -> None:
-        self._sources: OrderedDict[Any, tuple[Callable[[Any], Any], list[Any]]] = OrderedDict()
-        self._whole: list[Any] = []
-        self._known: list[Any] = []
+        self._sources: dict[Any, tuple[Callable[[Any], Any], list[Any]]] = {}
+        self._dicts: list[dict[Any, Any]] = []
+        self._sequences: list[Any] = []
 
     def add(self, get: Callable[[Any], Any], of: Any) -> None:
         """Watch `get(of)`."""
@@ -46,32 +46,35 @@ class Places:
     def add_all(self, container: Any) -> None:
         """Watch each value of a dict, or item of a sequence, and their number."""
         self.add(len, container)
-        self._whole.append(container)
+        (self._dicts if isinstance(container, dict) else self._sequences).append(container)
 
-    def remember(self) -> None:
-        """What is there now is what `unchanged` compares with."""
+    def watch(self) -> Callable[[], bool]:
+        """A function that says whether every place still holds the object that it holds now."""
+        sources, dicts, sequences = list(self._sources.values()), list(self._dicts), list(self._sequences)
+        flat, starmap, same = itertools.chain.from_iterable, itertools.starmap, operator.is_
+
+        def single() -> Iterator[Any]:
+            return flat(starmap(map, sources))
+
         try:
-            self._known = [*self._now(), _MISSING]
-        except (KeyError, ValueError, AttributeError):
-            # something watched has gone: never the same until watched anew
-            self._known = [_MISSING, _MISSING]
+            known = list(single())
+        except _GONE:
+            # something watched is not there: never the same until it is watched anew
+            return lambda: False
+        values, items = list(flat(map(dict.values, dicts))), list(flat(sequences))
 
-    def unchanged(self) -> bool:
-        """Whether every place holds the object that it held when `remember` was called."""
-        try:
-            return all(map(operator.is_, itertools.chain(self._now(), (_MISSING,)), self._known))
-        except (KeyError, ValueError, AttributeError):
-            return False
+        def unchanged() -> bool:
+            try:
+                # the number of values is among the first
+                return (
+                    all(map(same, flat(starmap(map, sources)), known))
+                    and all(map(same, flat(map(dict.values, dicts)), values))
+                    and (not items or all(map(same, flat(sequences), items)))
+                )
+            except _GONE:
+                return False
 
-    def _now(self) -> Iterator[Any]:
-        found = itertools.chain.from_iterable(itertools.starmap(map, self._sources.values()))
-        if not self._whole:
-            return found
-        return itertools.chain(found, itertools.chain.from_iterable(map(_values, self._whole)))
-
-
-def _values(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
+        return unchanged
 
 
 @functools.cache
@@ -94,8 +97,12 @@ def forward_names(kind: type[nn.Module]) -> frozenset[str] | None:
     return frozenset(names)
 
 
-class _Registrations:
-    """Counts parameters, modules and buffers put into any module of this process."""
+class Registrations:
+    """Counts parameters and modules put into any module of this process.
+
+    Attributes:
+        count: how many so far, since the first was made.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -110,10 +117,6 @@ class _Registrations:
 
 
 @functools.cache
-def _registrations() -> _Registrations:
-    return _Registrations()
-
-
-def count_registrations() -> int:
-    """How many parameters and modules were put into modules of this process since this was asked first."""
-    return _registrations().count
+def registrations() -> Registrations:
+    """The one counter of this process."""
+    return Registrations()

@@ -69,29 +69,25 @@ class Net(nn.Sequential):
         self[-1].weight.div_(self[-1].weight.std() * self[-1].in_features)
 
 
-def make_run(folder: str, recipe: Recipe, capture: str = "graph"):
+def make_run(folder: str, recipe: Recipe):
     """Everything that a run needs, made once. Returns `run`."""
-    loop = hotloop.Loop(capture=capture, nonfinite="ignore", record=False)
-    first = torch.zeros(24, 3, 2, 2, dtype=recipe.dtype, device=loop.device).to(
-        memory_format=torch.channels_last
-    )
+    loop = hotloop.Loop(capture="graph", nonfinite="ignore", record=False)
+    first = torch.zeros(24, 3, 2, 2, dtype=recipe.dtype, device=loop.device)
+    first = first.contiguous(memory_format=torch.channels_last)
+    sets = [torch.load(Path(folder) / f"{name}.pt", weights_only=True) for name in ("train", "test")]
     train, test = (
-        data.ResidentImages(part["images"], part["labels"], LIVELY, filters=first, device=loop.device)
-        for part in (torch.load(Path(folder) / f"{name}.pt", weights_only=True) for name in ("train", "test"))
+        data.ResidentImages(s["images"], s["labels"], LIVELY, filters=first, device=loop.device) for s in sets
     )
     sizes = data.Resizing(recipe.sizes, batch_size=recipe.batch, cost=0)
     total = round(sizes.epochs * len(train) / recipe.batch)
     model = loop.prepare(Net(recipe))
     filters = [p for p in model.parameters() if p.dim() == 4]
-    slow = [p for p in model.parameters() if p.dim() == 1], [model[-1].weight]
-    decay = recipe.decay * recipe.batch
-    muon = optim.Muon(
-        filters, recipe.rates[0], momentum=recipe.momenta[0], ns_steps=3, adjust_lr_fn="none", master=False
-    )
-    groups = [
-        {"params": p, "lr": r, "weight_decay": decay / r} for p, r in zip(slow, recipe.rates[1:], strict=True)
-    ]
-    sgd = optim.SGD(groups, momentum=recipe.momenta[1], nesterov=True, master=False)
+    rest = [p for p in model.parameters() if p.dim() == 1], [model[-1].weight]
+    (one, two), decay = recipe.momenta, recipe.decay * recipe.batch
+    muon = optim.Muon(filters, recipe.rates[0], 0.0, one, ns_steps=3, adjust_lr_fn="none", master=False)
+    pairs = zip(rest, recipe.rates[1:], strict=True)
+    groups = [{"params": p, "lr": rate, "weight_decay": decay / rate} for p, rate in pairs]
+    sgd = optim.SGD(groups, momentum=two, nesterov=True, master=False)
     schedulers = [optim.RateScheduler(o, optim.linear(1.0, 0.0, total), relative=True) for o in (muon, sgd)]
     muon, sgd, schedulers = loop.prepare(muon, sgd, schedulers)
     at_start = [scheduler.state_dict() for scheduler in schedulers]
@@ -100,10 +96,8 @@ def make_run(folder: str, recipe: Recipe, capture: str = "graph"):
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         loop.backward(F.cross_entropy(model(x), y, label_smoothing=recipe.smoothing, reduction="sum"))
         with torch.no_grad():  # filters keep the norm of a matrix with orthonormal rows
-            scales = [
-                math.sqrt(len(p)) / n for p, n in zip(filters, torch._foreach_norm(filters), strict=True)
-            ]
-            torch._foreach_mul_(filters, scales)
+            for p in filters:
+                p.mul_(math.sqrt(len(p)) / p.norm())
         loop.update(muon, schedulers[0])
         loop.update(sgd, schedulers[1])
 
@@ -113,10 +107,8 @@ def make_run(folder: str, recipe: Recipe, capture: str = "graph"):
             return model(x).float()
 
     def logits(index: torch.Tensor, view: data.Augment) -> torch.Tensor:
-        seen = test.seen(view)
-        return torch.cat(
-            [look(seen.cut(part, torch.zeros_like(part[0]), 0, None)[0]) for part in index.split(2000)]
-        )
+        seen, zero = test.seen(view), torch.zeros_like(index[0])
+        return torch.cat([look(seen.cut(part, zero, 0, None)[0]) for part in index.split(2000)])
 
     def run(seed: int) -> tuple[float, float]:
         """Train from new weights: (accuracy, seconds), from resident bytes to the count of right answers."""
@@ -124,35 +116,30 @@ def make_run(folder: str, recipe: Recipe, capture: str = "graph"):
         torch.manual_seed(seed)
         model.train().reset()
         first.copy_(data.whitening_filters(train.images[:1000], PLAIN))
-        for optimizer, scheduler, state in zip((muon, sgd), schedulers, at_start, strict=True):
-            for value in (v for s in optimizer.state.values() for v in s.values()):
-                value.zero_()
+        for state in (*muon.state.values(), *sgd.state.values()):
+            torch._foreach_zero_(list(state.values()))
+        for scheduler, state in zip(schedulers, at_start, strict=True):
             scheduler.load_state_dict(state)
         loader = data.ResidentLoader(train, seed=seed, resizing=sizes, drop_last=True)
         batches = (batch for _ in range(math.ceil(sizes.epochs) + 1) for batch in loader)
         for (x, y), _ in zip(batches, range(total), strict=False):
             step(x, y)
         model.eval()
-        every = torch.arange(len(test), device=loop.device)
-        found = logits(every, PLAIN)
+        found = logits(torch.arange(len(test), device=loop.device), PLAIN)
         unsure = found.softmax(1).amax(1).topk(int(recipe.unsure * len(test)), largest=False).indices
         found[unsure] = torch.stack([logits(unsure, view) for view in VIEWS]).mean(0)
-        accuracy = loop.read((found.argmax(1) == test.labels).float().mean())
-        return accuracy, time.perf_counter() - began
+        return loop.read((found.argmax(1) == test.labels).float().mean()), time.perf_counter() - began
 
     return run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="with train.pt and test.pt")
     parser.add_argument("--runs", type=int, default=1, help="with seeds 0, 1, ...; the first is the cold one")
-    parser.add_argument("--capture", default="graph", help="graph, or off")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    run = make_run(args.folder, Recipe(), args.capture)
+    run = make_run(args.folder, Recipe())
     for seed in range(args.runs):
         accuracy, seconds = run(seed)
         print(f"seed {seed}: test accuracy {accuracy:.2%}, {seconds:.3f} s")

@@ -89,7 +89,7 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads; auto is {chosen.precision.name}: {chosen.precision.reason}")
     chosen.end_training()
     figures = [Figure("bf16 over fp32, product of 1024 x 1024", limit, "x")]
-    for name, make, steps in (("digits", digits, 40), ("gpt", gpt, 8)):
+    for name, make, steps in (("digits", digits, 15), ("gpt", gpt, 3)):
         variants = {}
         for rung in RUNGS:
             start = time.perf_counter()
@@ -97,7 +97,7 @@ def main() -> None:
             variants[rung]()
             variants[rung]()
             print(f"{name}, {rung}: ready after {time.perf_counter() - start:.1f} s")
-        times = interleave(variants, repeats=2 if args.quick else 11, steps=2 if args.quick else steps)
+        times = interleave(variants, repeats=2 if args.quick else 9, steps=2 if args.quick else steps)
         for rung, seconds in times.items():
             rate, spread = median_with_spread([1 / s for s in seconds])
             figure = Figure(f"{name}, {rung}", rate, "steps/s", spread)

@@ -4,7 +4,8 @@ from hotloop.capture.buckets import Buckets
 from hotloop.capture.effects import find_effects
 from hotloop.capture.fingerprint import Fingerprint
 from hotloop.capture.graphs import CudaRecorder, Recorder, Recording
-from hotloop.capture.step import CapturedStep, StepHost
+from hotloop.capture.host import StepHost
+from hotloop.capture.step import CapturedStep
 
 __all__ = [
     "Buckets",

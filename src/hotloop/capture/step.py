@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hotloop.capture.buckets import Buckets, Padding
@@ -16,69 +15,19 @@ from hotloop.capture.checking import differing, keep, outcome_of
 from hotloop.capture.choosing import Choice
 from hotloop.capture.effects import find_effects
 from hotloop.capture.entry import Entry, describe
+from hotloop.capture.forwards import CompiledForwards
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
+from hotloop.capture.host import StepHost
 from hotloop.capture.parts import Parts
 from hotloop.capture.reasons import cause_of, first_line, host_names, is_library
 from hotloop.capture.recordings import Recordings
 from hotloop.errors import CaptureError
-from hotloop.kernels.selection import kernels_chosen, kernels_wanted
 from hotloop.stalls import record_syncs
 
-__all__ = ["CapturedStep", "StepHost"]
+__all__ = ["CapturedStep"]
 
 _NEW_NUMBERS_IN_A_ROW = 8
-
-
-class StepHost(Protocol):
-    """What a captured step needs of the loop that it belongs to.
-
-    Attributes:
-        device: where steps run.
-        eager: captured steps run as plain Python while it is True.
-        warm_calls: so many real steps are run eagerly before the first recording: lazy state of optimizers, libraries
-            and autograd is made in them.
-    """
-
-    device: torch.device
-    eager: bool
-    warm_calls: int
-
-    def modules(self) -> list[nn.Module]:
-        """Prepared modules."""
-
-    def optimizers(self) -> list[Any]:
-        """Prepared optimizers whose steps are recorded."""
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Parameters of all prepared optimizers."""
-
-    def recorder(self) -> Recorder | None:
-        """What records on this device; None where nothing can."""
-
-    def say(self, text: str) -> None:
-        """Say a line once."""
-
-    def enter(self) -> tuple[Any, ...]:
-        """A step begins; returns what of its place in the accumulation window a recording freezes."""
-
-    def ready(self) -> None:
-        """Make optimizers fit to be recorded and replayed; called before each step."""
-
-    def hold_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Let gradients that wait in `parameters` lie where all recordings look for them; returns them."""
-
-    def recording(self) -> AbstractContextManager[list[Callable[[], None]]]:
-        """While it is open, host effects of the step go to the list given instead of being done."""
-
-    def remaining(self) -> int | None:
-        """How many updates are still to come, as far as that is known."""
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of optimizers and of the loop itself that a step writes, by name."""
-
-    def generators(self) -> list[torch.Generator]:
-        """The default generators that a step draws from."""
 
 
 class CapturedStep:
@@ -129,7 +78,7 @@ class CapturedStep:
         self._usual_state = -1
         self._new_numbers = 0
         self._suspect: str | None = None
-        self._compiled: dict[nn.Module, Any] = {}
+        self._compiled = CompiledForwards(host.device, host.modules, host.say)
         self._choice: Choice | None = None
         self._parts: Parts | None = None
         self._recorder = host.recorder() if mode in ("auto", "graph", "full") else None
@@ -439,37 +388,11 @@ class CapturedStep:
             kwargs = {**kwargs, str(self._padding.buckets.mask): leaves[-1]}
         return args, kwargs
 
-    @contextmanager
-    def _forwards(self) -> Iterator[None]:
-        """Prepared modules' forwards compiled while it is open, if the mode says so."""
+    def _forwards(self) -> AbstractContextManager[None]:
+        """While it is open, prepared modules' forwards are compiled or launched as one, if that is so now."""
         if self._parts is not None:
-            with self._parts.open():
-                yield
-            return
-        if not self.compiles:
-            yield
-            return
-        modules = self._host.modules()
-        before = [m._compiled_call_impl for m in modules]
-        ours = self._host.device.type == "cuda" and kernels_wanted()
-        options: dict[str, Any] = {}
-        if ours:
-            from hotloop.kernels import compile_fused
-
-            options["backend"] = compile_fused
-        for module in modules:
-            if module not in self._compiled:
-                self._host.say(
-                    f"compiling the forward of {type(module).__name__} (once; takes seconds to minutes)"
-                )
-                self._compiled[module] = torch.compile(_traceable_call(module), **options)
-            module._compiled_call_impl = self._compiled[module]
-        try:
-            with kernels_chosen(ours):
-                yield
-        finally:
-            for module, compiled in zip(modules, before, strict=True):
-                module._compiled_call_impl = compiled
+            return self._parts.open()
+        return self._compiled.open() if self.compiles else nullcontext()
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         padding = self._padding
@@ -489,19 +412,6 @@ class CapturedStep:
         self._recorder = self._recordings = None
         self._usual.clear()
         self._host.say(f"{self.name} runs eagerly, not as one launch: {reason}")
-
-
-def _traceable_call(module: nn.Module) -> Callable[..., Any]:
-    """A call of `module` for `torch.compile`, which begins at no function of torch itself (`nn.Sequential.forward`)."""
-    if not type(module).forward.__module__.startswith("torch."):
-        return module._call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    # what is compiled is kept with the code object, a few variants each: every module needs one of its own
-    call.__code__ = call.__code__.replace()
-    return call
 
 
 def _settle_gradients(parameters: list[torch.Tensor], before: list[torch.Tensor | None]) -> None:

@@ -129,3 +129,26 @@ def test_nothing_is_replaced_where_kernels_do_not_run():
     graph_module = found_graph(model, x)
     assert rewrite(graph_module, lambda _: False) == 0
     assert rewrite(found_graph(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)), anywhere) == 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_that_matrix_units_do_not_like_are_padded(bias):
+    class Head(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.head = nn.Linear(8, outputs, bias=bias)
+
+        def forward(self, x):
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model, x = Head(65), torch.randn(3, 5, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph_module = found_graph(model, x)
+        before = run(graph_module, model, x)
+        assert rewrite(graph_module, anywhere) == 1
+        after = run(graph_module, model, x)
+    torch.testing.assert_close(after, before)
+    assert after[0].is_contiguous()
+    assert rewrite(found_graph(model, x), anywhere) == 0
+    assert rewrite(found_graph(Head(64).bfloat16(), x.detach().bfloat16()), anywhere) == 0

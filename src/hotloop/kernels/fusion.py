@@ -1,8 +1,9 @@
 """Puts kernels of ours into a model that is being compiled: the graph that torch.compile found, rewritten.
 
 Layer norms take the residual sum before them along, and the bias of the linear layer that ends the branch; exact
-GELUs take the bias of the linear layer before them; weights that autocast converts are converted together. What the
-graph computes stays the same up to rounding: a bias is added in float32 to the 16-bit product, not inside it.
+GELUs take the bias of the linear layer before them; weights that autocast converts are converted together; layers of
+a number of outputs that matrix units do not like are padded. What the graph computes stays the same up to rounding: a
+bias is added in float32 to the 16-bit product, not inside it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] |
             replaced += _replace_gelu(graph, node)
         elif node.target is F.scaled_dot_product_attention:
             replaced += _replace_attention(graph, node)
+    if replaced:
+        graph.eliminate_dead_code()
+    # last: what others look for is a plain linear layer
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _LINEAR and _suits(node, runs):
+            replaced += _pad_linear(graph, node)
     if replaced:
         _cast_together(graph)
         graph.eliminate_dead_code()
@@ -214,6 +221,30 @@ def _as_type(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
     if node is None or _value(node).dtype == dtype:
         return node
     return graph.call_method("to", (node, dtype))
+
+
+def _pad_linear(graph: fx.Graph, node: fx.Node) -> bool:
+    """Matrix units take rows of 16 bytes at a time; where a layer's outputs end in between, products run several times
+    slower. Zeros are added to its weight, and what they give is cut off."""
+    value: torch.Tensor = _value(node)
+    if value.dtype == torch.float32 or len(node.args) != 3 or node.kwargs:
+        return False
+    x, weight, bias = node.args
+    width = value.shape[-1]
+    if not isinstance(width, int) or not width % 8 or width < 16:
+        return False
+    more = -width % 8
+    with graph.inserting_before(node):
+        weight = graph.call_function(F.pad, (weight, (0, 0, 0, more)))
+        bias = None if bias is None else graph.call_function(F.pad, (bias, (0, more)))
+        padded = graph.call_function(torch._C._nn.linear, (x, weight, bias))
+        cut = graph.call_method("narrow", (padded, -1, 0, width))
+        # as the layer leaves it: what follows may count on dense memory
+        out = graph.call_method("contiguous", (cut,))
+    out.meta = dict(node.meta)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return True
 
 
 def _cast_together(graph: fx.Graph) -> None:

@@ -60,6 +60,7 @@ def with_rate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+kept: list[object] = []
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 VARIANTS: dict[str, Make] = {
     "torch AdamW fused": lambda m: with_rate(
@@ -106,12 +107,14 @@ def prepared_step(model: nn.Module, make: Make) -> Callable[[], None]:
         optimizer.found_inf = torch.zeros((), device=DEVICE)
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-2
-    return recorded(optimizer.step)
+    return recorded(optimizer.step, model, optimizer)
 
 
-def recorded(work: Callable[[], object]) -> Callable[[], None]:
+def recorded(work: Callable[[], object], *read: object) -> Callable[[], None]:
+    """What replays `work`; `read` is what the recording reads and so must live as long."""
     if DEVICE.type != "cuda":
         return lambda: (work(), None)[1]
+    kept.extend(read)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -125,7 +128,8 @@ def recorded(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def averaging(model: nn.Module) -> Callable[[], None]:
-    return recorded(EMA(model, 0.999).update)
+    average = EMA(model, 0.999)
+    return recorded(average.update, model, average)
 
 
 def products(model: nn.Module, steps: int = 5) -> float:

@@ -291,7 +291,7 @@ class Trainer:
         first = torch.arange(min(1000, self.n), device=self.device)
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         self.net.whiten_by(
-            augment(self.train_images, first, zero, self.plain, seed=0, dtype=self.recipe.type)
+            augment(self.train_images, first, zero, self.plain, seed=0, eager=not self.recipe.kernels)
         )
 
     def step(self, size: int) -> None:

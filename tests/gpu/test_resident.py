@@ -58,7 +58,8 @@ def test_taking_batches_never_waits():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
-            next(running)
+            x, _y = next(running)
+            assert x.is_cuda
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hotloop.kernels import Tables, clip_norm, clip_norm_eager, scale_all
+from hotloop.kernels.tables import is_dense
 
 
 def tensors(dtype=torch.float32, scale=1.0):
@@ -50,6 +51,19 @@ def test_types_may_be_mixed():
     scale_all(given, torch.tensor(0.3))
     for a, b in zip(given, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7 if a.dtype != torch.float32 else 0, atol=0)
+
+
+def test_memory_with_gaps_and_other_orders_counts_what_is_in_it():
+    whole = torch.randn(8, 6, 5)
+    given = [
+        whole[:, ::2],
+        whole.permute(2, 0, 1),
+        torch.ones(1).expand(7),
+        whole.to(memory_format=torch.contiguous_format),
+    ]
+    exact = torch.nn.utils.get_total_norm([t.double() for t in given])
+    assert clip_norm(given, 1.0)[0].item() == pytest.approx(exact.item(), rel=1e-6)
+    assert [is_dense(t) for t in given] == [False, True, False, True]
 
 
 def test_infinite_bound_only_measures():

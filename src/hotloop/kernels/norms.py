@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hotloop.kernels.tables import KINDS, Tables
+from hotloop.kernels.tables import KINDS, Tables, is_dense
 
 __all__ = ["clip_norm", "clip_norm_eager", "scale_all"]
 
@@ -110,4 +110,4 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor, *, tables: 
 
 
 def _known(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(t.dtype in KINDS for t in tensors)
+    return all(t.dtype in KINDS and is_dense(t) for t in tensors)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "Blocks", "Table", "Tables", "beside_capture"]
+__all__ = ["KINDS", "Blocks", "Table", "Tables", "beside_capture", "is_dense"]
 
 _KEPT = 16
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -50,6 +50,20 @@ def _exchange_mode() -> Any:
     # the runtime library that torch has loaded: by its name the linker finds it again
     version = str(torch.version.cuda).partition(".")[0]
     return ctypes.CDLL(f"libcudart.so.{version}").cudaThreadExchangeStreamCaptureMode
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in any order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 class Blocks:

@@ -58,6 +58,8 @@ class OneLaunch:
 
     def ready(self) -> bool:
         """Whether the next step can be made here: state exists; gradients and it are dense and of known types."""
+        from hotloop.kernels.tables import is_dense
+
         masters = masters_of(self.optimizer)
         for group in self.optimizer.param_groups:
             rate = group["lr"]
@@ -74,7 +76,9 @@ class OneLaunch:
                 step = state.get("step")
                 if not isinstance(step, Tensor) or step.device != p.device or step.dtype != torch.float32:
                     return False
-                if g.is_sparse or g.stride() != weight.stride() or p.stride() != weight.stride():
+                if not is_dense(weight) or g.is_sparse or g.stride() != weight.stride():
+                    return False
+                if p.stride() != weight.stride():
                     return False
                 if any(
                     state[name].dtype != torch.float32 or state[name].stride() != weight.stride()

@@ -49,7 +49,7 @@ def muon_gather(
 
     Args:
         gradients: float32, bfloat16 or float16, all of one dtype, shape and layout; not changed.
-        means: float32, the same layout, changed in place.
+        means: float32, bfloat16 or float16, the same layout, changed in place.
         momentum: a float, or a 0-d tensor on the device that is read when the launch runs.
         eps: added to the Frobenius norm.
         dtype: of the result.
@@ -93,6 +93,7 @@ def muon_gather(
         numel,
         count,
         gradient_type=types[gradients[0].dtype],
+        mean_type=types[means[0].dtype],
         has_coefficient=coefficient is not None,
         has_refuse=skip is not None,
         nesterov=nesterov,
@@ -127,13 +128,14 @@ def muon_gather_eager(
     """The twin of `muon_gather`: the same values by plain tensor arithmetic; float64 means are moved in float64."""
     directions = []
     for gradient, mean in zip(gradients, means, strict=True):
-        g = gradient.to(mean.dtype)
+        kind = torch.float64 if mean.dtype == torch.float64 else torch.float32
+        g = gradient.to(kind)
         if coefficient is not None:
-            g = g * coefficient.to(mean.dtype)
-        kept = momentum.to(mean.dtype) if isinstance(momentum, Tensor) else momentum
-        moved = kept * mean + (1.0 - kept) * g
+            g = g * coefficient.to(kind)
+        kept = momentum.to(kind) if isinstance(momentum, Tensor) else momentum
+        moved = kept * mean.to(kind) + (1.0 - kept) * g
         direction = kept * moved + (1.0 - kept) * g if nesterov else moved
-        mean.copy_(moved if skip is None else torch.where(skip != 0, mean, moved))
+        mean.copy_(moved if skip is None else torch.where(skip != 0, mean.to(kind), moved))
         directions.append(_as_in_memory(direction))
     stack = torch.stack(directions)
     return (stack / (torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True) + eps)).to(dtype)
@@ -228,7 +230,7 @@ def muon_apply(
     """`w = w (1 - lr wd) - lr scale x` in place, and its rounding into a 16-bit copy, in one launch.
 
     Args:
-        weights: float32, all of one shape and layout, as `muon_gather` had them.
+        weights: float32, bfloat16 or float16, all of one shape and layout, as `muon_gather` had them.
         updates: x, [tensors, rows, columns], contiguous.
         lr, weight_decay: floats, or 0-d tensors on the device that are read when the launch runs.
         scale: one factor for all.
@@ -286,10 +288,11 @@ def muon_apply_eager(
     """The twin of `muon_apply`: the same values by plain tensor arithmetic; float64 weights in float64."""
     rate, decay = (_on_device(x, updates.device).double() for x in (lr, weight_decay))
     for i, (weight, update) in enumerate(zip(weights, updates, strict=True)):
-        kind = weight.dtype
+        kind = torch.float64 if weight.dtype == torch.float64 else torch.float32
         flat = _as_in_memory(weight.detach())
-        moved = flat * (1.0 - rate * decay).to(kind) - (rate * scale).to(kind) * update.to(kind)
-        flat.copy_(moved if skip is None else torch.where(skip != 0, flat, moved))
+        old = flat.to(kind)
+        moved = old * (1.0 - rate * decay).to(kind) - (rate * scale).to(kind) * update.to(kind)
+        flat.copy_(moved if skip is None else torch.where(skip != 0, old, moved))
         if shadows is not None:
             shadow = _as_in_memory(shadows[i].detach())
             rounded = flat.to(shadow.dtype)

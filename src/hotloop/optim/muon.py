@@ -197,7 +197,7 @@ class Muon(ResidentOptimizer):
             return False
         kind = batch.gradients[0].dtype
         return (
-            batch.dtype == torch.float32
+            batch.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and group["ns_dtype"] in (None, torch.bfloat16, torch.float16)
             and all(g.dtype == kind for g in batch.gradients)
             and all(

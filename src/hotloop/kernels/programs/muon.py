@@ -20,6 +20,7 @@ def gather(
     numel,
     n_tensors,
     gradient_type: tl.constexpr,
+    mean_type: tl.constexpr,
     has_coefficient: tl.constexpr,
     has_refuse: tl.constexpr,
     nesterov: tl.constexpr,
@@ -34,17 +35,17 @@ def gather(
         offsets = block * size + tl.arange(0, size)
         mask = offsets < numel
         gradient = tl.load(pointers + tensor).to(tl.pointer_type(gradient_type))
-        mean = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(tl.float32))
+        mean = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(mean_type))
         wide = tl.load(momentum).to(tl.float64)
         kept = wide.to(tl.float32)
         new = (1.0 - wide).to(tl.float32)
         g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(mean + offsets, mask=mask, other=0.0)
+        m = tl.load(mean + offsets, mask=mask, other=0.0).to(tl.float32)
         if has_coefficient:
             g = g * tl.load(coefficient).to(tl.float32)
         share = new * g
         m = kept * m + share
-        tl.store(mean + offsets, m, mask=mask)
+        tl.store(mean + offsets, m.to(mean_type), mask=mask)
         u = m
         if nesterov:
             u = kept * m + share

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hotloop.errors import KernelError
 from hotloop.kernels import Tables, adamw_eager, fused_adamw
 from hotloop.kernels.language import runs_on
 
@@ -84,3 +85,11 @@ def test_kernel_is_its_twin(gradient, decoupled):
     for ours, twins in zip((a[0], *a[2].values()), (b[0], *b[2].values()), strict=True):
         for x, y in zip(ours, twins, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+def test_tensors_in_different_orders_are_refused():
+    a = torch.zeros(3, 4)
+    with pytest.raises(KernelError, match="in one order"):
+        Tables().table([[a], [a.t().contiguous().t()]])
+    with pytest.raises(KernelError, match="dense"):
+        Tables().table([[a[:, ::2]]])

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from hotloop.errors import KernelError
+
 __all__ = ["KINDS", "Blocks", "Table", "Tables", "beside_capture", "is_dense"]
 
 _KEPT = 16
@@ -138,7 +140,11 @@ class Tables:
         return found
 
     def table(self, roles: Sequence[Sequence[torch.Tensor]]) -> Table:
-        """The table of `roles`, each a list of as many tensors; they must be dense and stay where they are."""
+        """The table of `roles`, each a list of as many tensors, which must stay where they are.
+
+        Raises:
+            KernelError: one is not dense, or the tensors of one place have their elements in different orders.
+        """
         key = tuple(tuple(map(torch.Tensor.data_ptr, row)) for row in roles)
         found = self._tables.get(key)
         if found is not None:
@@ -148,6 +154,7 @@ class Tables:
             # a graph is about to read it for ever
             found.recorded = True
             return found
+        _check_memory(roles)
         found = self._tables[key] = Table(key, roles[0][0].device)
         if len(self._tables) > _KEPT:
             old = next((k for k, t in self._tables.items() if not t.recorded), None)
@@ -162,6 +169,16 @@ class Tables:
             with beside_capture(device):
                 found = self._counters[device] = torch.zeros((), dtype=torch.int32, device=device)
         return found
+
+
+def _check_memory(roles: Sequence[Sequence[torch.Tensor]]) -> None:
+    for place, tensors in enumerate(zip(*roles, strict=True)):
+        orders = {t.stride() for t in tensors if t.numel() > 1}
+        if len(orders) > 1 or not all(map(is_dense, tensors)):
+            raise KernelError(
+                f"tensor {place} of shape {tuple(tensors[0].shape)}: its elements, those of its gradient and those of "
+                f"its state must be dense and in one order; the strides are {sorted(orders)}"
+            )
 
 
 def _capturing(device: torch.device) -> bool:

@@ -236,6 +236,7 @@ class Trainer:
         self.plain_right = torch.zeros((), device=self.device)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.evaluation: Any = None
+        self.renewal: Any = None
         self.made_s = 0.0
 
     def table(self) -> torch.Tensor:
@@ -270,14 +271,12 @@ class Trainer:
         with torch.cuda.stream(self.side):
             self.muon[1].step(self.rate[0])
 
-    def reset(self, seed: int) -> None:
-        """Everything that a run changes, as new; from the resident bytes."""
-        torch.manual_seed(seed)
+    @torch.no_grad()
+    def renew(self) -> None:
+        """New weights, a new order, and optimizers that remember nothing; all on the device."""
         self.net.reset()
-        batch = self.recipe.batch
-        wanted = self.total * batch
-        epochs = -(-wanted // self.n)
-        place = torch.arange(epochs * self.n, device=self.device)
+        wanted = self.order.numel()
+        place = torch.arange(-(-wanted // self.n) * self.n, device=self.device)
         keys = (place // self.n << 32) + torch.randint(1 << 32, place.shape, device=self.device)
         order = keys.argsort()[:wanted] % self.n
         self.order.copy_(order.view_as(self.order))
@@ -287,6 +286,14 @@ class Trainer:
             state["momentum_buffer"].zero_()
         for muon in self.muon:
             muon.buffer.zero_()
+
+    def reset(self, seed: int) -> None:
+        """Everything that a run changes, as new; from the resident bytes."""
+        torch.manual_seed(seed)
+        if self.renewal is None:
+            self.renew()
+        else:
+            self.renewal.replay()
         self.resize()
         first = torch.arange(min(1000, self.n), device=self.device)
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -359,6 +366,9 @@ class Trainer:
                 phase.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(phase.graph, pool=self.pool, stream=stream):
                     self.step(phase.size)
+            self.renewal = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.renewal, pool=self.pool, stream=stream):
+                self.renew()
             self.net.eval()
             self.evaluate()
             stream.synchronize()

@@ -93,3 +93,5 @@ def test_tensors_in_different_orders_are_refused():
         Tables().table([[a], [a.t().contiguous().t()]])
     with pytest.raises(KernelError, match="dense"):
         Tables().table([[a[:, ::2]]])
+    # the stride of a dimension with one element means nothing
+    Tables().table([[torch.zeros(1, 5)], [torch.zeros(1, 5).as_strided((1, 5), (1, 1))]])

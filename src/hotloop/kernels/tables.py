@@ -18,7 +18,7 @@ import torch
 
 from hotloop.errors import KernelError
 
-__all__ = ["KINDS", "Blocks", "Table", "Tables", "beside_capture", "is_dense"]
+__all__ = ["KINDS", "Blocks", "Table", "Tables", "beside_capture", "is_dense", "order_of"]
 
 _KEPT = 16
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -66,6 +66,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of the dimensions that have more than one element: equal for tensors with their elements in one order."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
 
 
 class Blocks:
@@ -173,7 +178,7 @@ class Tables:
 
 def _check_memory(roles: Sequence[Sequence[torch.Tensor]]) -> None:
     for place, tensors in enumerate(zip(*roles, strict=True)):
-        orders = {t.stride() for t in tensors if t.numel() > 1}
+        orders = {order_of(t) for t in tensors if t.numel() > 1}
         if len(orders) > 1 or not all(map(is_dense, tensors)):
             raise KernelError(
                 f"tensor {place} of shape {tuple(tensors[0].shape)}: its elements, those of its gradient and those of "

@@ -58,7 +58,7 @@ class OneLaunch:
 
     def ready(self) -> bool:
         """Whether the next step can be made here: state exists; gradients and it are dense and of known types."""
-        from hotloop.kernels.tables import is_dense
+        from hotloop.kernels.tables import is_dense, order_of
 
         masters = masters_of(self.optimizer)
         for group in self.optimizer.param_groups:
@@ -76,12 +76,11 @@ class OneLaunch:
                 step = state.get("step")
                 if not isinstance(step, Tensor) or step.device != p.device or step.dtype != torch.float32:
                     return False
-                if not is_dense(weight) or g.is_sparse or g.stride() != weight.stride():
-                    return False
-                if p.stride() != weight.stride():
+                order = order_of(weight)
+                if g.is_sparse or not is_dense(weight) or order_of(g) != order or order_of(p) != order:
                     return False
                 if any(
-                    state[name].dtype != torch.float32 or state[name].stride() != weight.stride()
+                    state[name].dtype != torch.float32 or order_of(state[name]) != order
                     for name in ("exp_avg", "exp_avg_sq")
                 ):
                     return False

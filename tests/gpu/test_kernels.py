@@ -18,6 +18,8 @@ from hotloop.kernels import (
     layer_norm_eager,
     linear_cross_entropy,
     scale_all,
+    self_attention,
+    self_attention_eager,
 )
 
 pytestmark = [
@@ -355,3 +357,29 @@ def test_a_captured_step_uses_the_kernels_and_learns_as_the_eager_one(settings, 
     bound = 1e-4 if settings["precision"] == "fp32" else 0.1
     assert (captured[-8:].mean() - eager[-8:].mean()).abs() <= bound * eager[-8:].mean() + 1e-4
     assert captured[-8:].mean() < 0.2 * captured[0]
+
+
+@pytest.mark.parametrize("length", [256, 100, 33])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("depth", [64, 32])
+def test_self_attention_is_near_float64(length, causal, depth):
+    torch.manual_seed(0)
+    heads, width = 3, 96
+    columns = 3 * heads * depth
+    x = torch.randn(4, length, width, device="cuda").bfloat16().requires_grad_()
+    w = (torch.randn(columns, width, device="cuda") / width**0.5).bfloat16().requires_grad_()
+    b = torch.randn(columns, device="cuda").bfloat16().requires_grad_()
+    slope = torch.randn(4, length, heads, depth, device="cuda").bfloat16()
+    wide = [v.detach().double().requires_grad_() for v in (x, w, b)]
+    exact = self_attention_eager(*wide, heads, causal=causal)
+    ours = self_attention(x, w, b, heads, causal=causal)
+    stock = self_attention_eager(x, w, b, heads, causal=causal)
+    assert distance(ours.detach(), exact.detach()) < 1e-2
+    right = torch.autograd.grad(exact, wide, slope.double())
+    for a, s, e in zip(
+        torch.autograd.grad(ours, [x, w, b], slope),
+        torch.autograd.grad(stock, [x, w, b], slope),
+        right,
+        strict=True,
+    ):
+        assert distance(a, e) < max(1.3 * distance(s, e), 1e-2)

@@ -175,26 +175,21 @@ def cold(folder: Path, repeats: int) -> list[Figure]:
 
 
 def seconds_to_target(
-    recipe: Recipe, data: tuple[torch.Tensor, ...], seeds: int
-) -> tuple[list[Outcome], float]:
-    """Outcomes of the recipe, and seconds to 94 % by least squares over 0.8, 1 and 1.25 times its epochs."""
+    name: str, recipe: Recipe, data: tuple[torch.Tensor, ...], seeds: int
+) -> tuple[list[Figure], float]:
+    """Figures of the recipe at 0.8, 1 and 1.25 times its epochs, and seconds to 94 % by least squares over them."""
     points: list[tuple[float, float]] = []
-    full: list[Outcome] = []
-    for stretch in (1.0, 0.8, 1.25):
+    figures: list[Figure] = []
+    for stretch in (0.8, 1.0, 1.25):
         trainer = Trainer(replace(recipe, sizes=tuple((e * stretch, s) for e, s in recipe.sizes)), data)
         trainer.prepare()
         outcomes = [trainer.run(seed) for seed in range(1, seeds + 1)]
-        full = full or outcomes
-        points.append(
-            (
-                statistics.median(o.seconds for o in outcomes),
-                statistics.mean(100 * o.accuracy for o in outcomes),
-            )
-        )
+        figures += summary(f"{name}, epochs x {stretch:g}", outcomes)
+        points.append((figures[-2].value, figures[-1].value))
         del trainer
         gc.collect()
-    slope, start = statistics.linear_regression([a for _, a in points], [s for s, _ in points])
-    return full, start + slope * TARGET
+    slope, start = statistics.linear_regression(*zip(*points, strict=True))
+    return figures, start + slope * TARGET
 
 
 ABLATION: dict[str, dict[str, Any]] = {
@@ -224,26 +219,24 @@ def ablation(data: tuple[torch.Tensor, ...], seeds: int, compiled: bool) -> list
     figures: list[Figure] = []
     for name, change in variants.items():
         try:
-            route = "capture" in change or "kernels" in change
             recipe = replace(BEST, **change)
-            if route:  # the same arithmetic: seconds alone
+            if "capture" in change or "kernels" in change:  # the same arithmetic: seconds alone
                 trainer = Trainer(recipe, data)
                 trainer.prepare()
                 trainer.run(0)
-                outcomes, needed = [trainer.run(seed) for seed in range(1, min(seeds, 3) + 1)], float("nan")
+                found = summary(name, [trainer.run(seed) for seed in range(1, min(seeds, 3) + 1)])
                 del trainer
             else:
-                outcomes, needed = seconds_to_target(recipe, data, seeds)
+                found, needed = seconds_to_target(name, recipe, data, seeds)
+                found.append(Figure(f"{name}: seconds to 94 %", needed, "s"))
         except Exception:
             traceback.print_exc()
             continue
         gc.collect()
         torch.cuda.empty_cache()
-        figures += summary(name, outcomes)
-        if needed == needed:
-            figures.append(Figure(f"{name}: seconds to 94 %", needed, "s"))
-        for figure in figures[-3:]:
-            print(f"  {figure.name:60} {figure.value:.4g} +- {figure.spread}", flush=True)
+        figures += found
+        for figure in found:
+            print(f"  {figure.name:64} {figure.value:8.4g} +- {figure.spread}", flush=True)
     return figures
 
 

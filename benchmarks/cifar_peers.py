@@ -104,11 +104,12 @@ class PlainRun:
     def __init__(self, recipe: Recipe, data: tuple[torch.Tensor, ...], *, compiled: bool = False) -> None:
         self.recipe = recipe
         self.train_images, self.train_labels, self.test_images, self.test_labels = data
-        self.net = PlainNet(recipe).cuda().to(memory_format=torch.channels_last)
+        self.device = data[0].device
+        self.net = PlainNet(recipe).to(self.device).to(memory_format=torch.channels_last)
         self.forward: Any = torch.compile(self.net) if compiled else self.net
         self.orthogonal: Any = torch.compile(orthogonal) if compiled else orthogonal
-        self.mean = torch.tensor(MEAN, device="cuda").view(1, 3, 1, 1)
-        self.std = torch.tensor(STD, device="cuda").view(1, 3, 1, 1)
+        self.mean = torch.tensor(MEAN, device=self.device).view(1, 3, 1, 1)
+        self.std = torch.tensor(STD, device=self.device).view(1, 3, 1, 1)
 
     def normal(self, images: torch.Tensor) -> torch.Tensor:
         x = (images.permute(0, 3, 1, 2).to(self.recipe.type) / 255 - self.mean) / self.std
@@ -116,23 +117,23 @@ class PlainRun:
 
     def augmented(self, images: torch.Tensor, padded: torch.Tensor, epoch: int) -> torch.Tensor:
         n, t = len(images), self.recipe.translate
-        shift = torch.randint(0, 2 * t + 1, (n, 2, 1), device="cuda")
-        span = torch.arange(32, device="cuda")
+        shift = torch.randint(0, 2 * t + 1, (n, 2, 1), device=self.device)
+        span = torch.arange(32, device=self.device)
         rows, columns = shift[:, 0] + span, shift[:, 1] + span
         x = padded.permute(0, 2, 3, 1)[
-            torch.arange(n, device="cuda")[:, None, None], rows[:, :, None], columns[:, None]
+            torch.arange(n, device=self.device)[:, None, None], rows[:, :, None], columns[:, None]
         ]
         x = x.permute(0, 3, 1, 2)
         if epoch % 2:
             x = x.flip(-1)
-        b = (torch.rand(n, 1, 1, 1, device="cuda") * 2 - 1) * self.recipe.brightness
-        c = (torch.rand(n, 1, 1, 1, device="cuda") * 2 - 1) * self.recipe.contrast + 1
+        b = (torch.rand(n, 1, 1, 1, device=self.device) * 2 - 1) * self.recipe.brightness
+        c = (torch.rand(n, 1, 1, 1, device=self.device) * 2 - 1) * self.recipe.contrast + 1
         return ((x + b) * c).to(self.recipe.type).contiguous(memory_format=torch.channels_last)
 
     def run(self, seed: int) -> Outcome:
         r, net = self.recipe, self.net
         torch.manual_seed(seed)
-        torch.cuda.synchronize()
+        int(self.train_labels[0])  # nothing is left to do
         began = time.perf_counter()
         net.reset()
         net.train()
@@ -144,7 +145,7 @@ class PlainRun:
                 {"params": biases, "lr": r.bias_rate, "weight_decay": decay / r.bias_rate},
                 {"params": [net.head.weight], "lr": r.head_rate, "weight_decay": decay / r.head_rate},
             ],
-            lr=r.bias_rate, momentum=r.momentum, nesterov=True, fused=True,
+            lr=r.bias_rate, momentum=r.momentum, nesterov=True, fused=self.device.type == "cuda",
         )  # fmt: skip
         buffers = [torch.zeros_like(p) for p in filters]
         x = self.normal(self.train_images)
@@ -152,14 +153,14 @@ class PlainRun:
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
         scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
         net.whiten.weight.data.copy_(torch.cat((scaled, -scaled)))
-        x = torch.where((torch.rand(len(x), device="cuda") < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
+        x = torch.where((torch.rand(len(x), device=self.device) < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
         padded = F.pad(x, (r.translate,) * 4, "reflect")
         per_epoch = len(x) // r.batch
         total = round(sum(e for e, _ in r.sizes) * len(x) / r.batch)
         for k in range(total):
             if k % per_epoch == 0:
                 seen = self.augmented(x, padded, k // per_epoch)
-                order = torch.randperm(len(x), device="cuda")
+                order = torch.randperm(len(x), device=self.device)
             index = order[k % per_epoch * r.batch :][: r.batch]
             loss = F.cross_entropy(
                 self.forward(seen[index]),

@@ -11,7 +11,7 @@ import torch
 from hotloop.native.capture import Call, Captured, Ref
 from hotloop.native.faults import UnsupportedOpError
 
-__all__ = ["normalise"]
+__all__ = ["handled", "normalise"]
 
 _IGNORED = {
     "_assert_tensor_metadata",
@@ -39,6 +39,11 @@ _PIECES = (
     "unsafe_chunk",
     "unsafe_split.Tensor",
 )
+
+
+def handled() -> set[str]:
+    """Operations that are gone after `normalise`: dropped, folded or cut into pieces."""
+    return _IGNORED | {"getitem"} | set(_PIECES)
 
 
 def normalise(captured: Captured) -> Captured:

@@ -117,13 +117,16 @@ def _join_taps(graph: Graph, maker: Taps, node: Map, view: View) -> bool:
     if len(node.stores) != 1 or len(node.reads()) > _MOST_LOADS:
         return False
     out = maker.out
+    # read once for each of many elements (a gate over a picture), it is no epilogue of what makes it
+    if view.count != out.count or any(
+        t == 0 and s > 1 for s, t in zip(view.shape, view.strides, strict=True)
+    ):
+        return False
     order = _order(view)
     if out.strides != (out.shape[1], 1) and out.count != out.shape[1]:
         return False
     flat = view.permute(order).reshape(out.shape)
-    if flat is None or not _same(flat, out) or flat.offset != out.offset or view.count != out.count:
-        return False
-    if any(t == 0 and s > 1 for s, t in zip(view.shape, view.strides, strict=True)):
+    if flat is None or not _same(flat, out) or flat.offset != out.offset:
         return False
     stored, expr = node.stores[0]
 

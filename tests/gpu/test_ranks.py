@@ -21,14 +21,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import hotloop
 
-kind, folder = sys.argv[1:3]
+kind, folder, epochs = sys.argv[1:4]
+captured, kind = kind.startswith("captured"), kind.removeprefix("captured ")
 world = int(os.environ.get("WORLD_SIZE", "1"))
 settings = {
     "nonfinite": "skip" if kind in ("skip", "uneven") else "stop",
     "precision": "bf16" if kind == "bf16" else "fp32",
     "accumulation": 2 if kind == "accumulate" else 1,
 }
-loop = hotloop.Loop(record=False, **settings)
+loop = hotloop.Loop(record=False, parallel=hotloop.Plan(capture=captured), **settings)
 torch.manual_seed(0)
 x = torch.randn(100 if kind == "uneven" else 96, 16)
 data = TensorDataset(x, x[:, :1] * 2, torch.arange(len(x)))
@@ -39,9 +40,22 @@ model, optimizer, loader = loop.prepare(model, optimizer, loader)
 scheduler = loop.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40))
 rows = []
 error = None
+
+def train(x, y):
+    loss = F.mse_loss(model(x), y)
+    loop.backward(loss)
+    return loss, loop.update(optimizer, scheduler, max_norm=0.5)
+
+if captured:
+    train = loop.capture(train, mode="graph")
 try:
-    for epoch in loop.epochs(3):
+    for epoch in loop.epochs(int(epochs)):
         for x, y, index in loader:
+            if captured:
+                loss, norm = train(x, y)
+                loop.mean("loss", loss, weight=loader.batch_samples)
+                rows.append(norm.item())
+                continue
             loss = F.mse_loss(model(x), y)
             if kind in ("skip", "stop") and loop.updates == 5 and 80 in index.tolist():
                 loss = loss * float("nan")
@@ -60,16 +74,18 @@ out = {
     "skipped": loop.skipped if error is None else None,
     "error": error,
     "lr": scheduler.get_last_lr(),
+    "replays": train.replays if captured else 0,
+    "reason": train.reason if captured else None,
 }
 with open(os.path.join(folder, f"{world}-{loop.processes.rank}.json"), "w") as file:
     json.dump(out, file)
 """
 
 
-def run(tmp_path, kind, world):
+def run(tmp_path, kind, world, epochs=3):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    words = ["-m", "hotloop", "launch", "-n", str(world), str(script), kind, str(tmp_path)]
+    words = ["-m", "hotloop", "launch", "-n", str(world), str(script), kind, str(tmp_path), str(epochs)]
     env = {**os.environ, "HOTLOOP_PROGRESS": "0"}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
@@ -90,3 +106,15 @@ def test_two_ranks_train_as_one(tmp_path, kind):
         assert one["skipped"] == 1
     if kind in ("plain", "uneven"):
         assert two[0]["norms"] == pytest.approx(one["norms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulate", "uneven", "bf16"])
+def test_captured_steps_of_two_ranks_train_as_eager_ones(tmp_path, kind):
+    eager, captured = run(tmp_path, kind, 2, epochs=8), run(tmp_path, f"captured {kind}", 2, epochs=8)
+    for plain, recorded in zip(eager, captured, strict=True):
+        assert recorded["reason"] is None
+        assert recorded["replays"] > 4
+        assert recorded["lr"] == plain["lr"]
+        assert recorded["weights"] == pytest.approx(plain["weights"], rel=1e-3, abs=1e-4)
+        assert recorded["norms"] == pytest.approx(plain["norms"], rel=1e-2)
+    assert captured[0]["weights"] == captured[1]["weights"]

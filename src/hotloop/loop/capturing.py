@@ -24,6 +24,8 @@ __all__ = ["LoopHost"]
 
 # The first calls are real steps, run eagerly: lazy state of optimizers, libraries and autograd is made in them.
 _WARM_CALLS = 3
+# DistributedDataParallel measures itself in its first ten steps, which waits for the device.
+_WARM_CALLS_OF_RANKS = 11
 
 
 class LoopHost:
@@ -78,13 +80,25 @@ class LoopHost:
         if self.device.type != "cuda" or not isinstance(self._state, ResidentState):
             return None
         if self._window.processes.world > 1:
-            self.say("captured steps run on one process only: several processes run them eagerly")
-            return None
+            if not self._records_collectives():
+                self.say(
+                    "captured steps of several processes run eagerly; with NCCL, Loop(parallel=Plan(capture=True)) "
+                    "records them"
+                )
+                return None
+            self.warm_calls = _WARM_CALLS_OF_RANKS
         if self._recorder is None:
             from hotloop.capture import CudaRecorder
 
             self._recorder = CudaRecorder(self.device)
         return self._recorder
+
+    def _records_collectives(self) -> bool:
+        if not self._preparer.plan.capture:
+            return False
+        import torch.distributed as dist
+
+        return "nccl" in str(dist.get_backend())
 
     def say(self, text: str) -> None:
         """Say a line once."""
@@ -96,6 +110,8 @@ class LoopHost:
         if window.plain:
             return ()
         window.enter()
+        if self._recorder is not None and window.processes.world > 1:
+            window.send_wishes()
         return window.frozen()
 
     def ready(self) -> None:
@@ -203,6 +219,8 @@ def _own_tensors(thing: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(thing).items():
         if isinstance(value, torch.Tensor):
             yield name, value
-        elif depth > 1 and type(value).__module__.startswith("hotloop.state.") and not isinstance(value, Pace):
+        elif (
+            depth > 1 and type(value).__module__.startswith("hotloop.state.") and not isinstance(value, Pace)
+        ):
             for inner, tensor in _own_tensors(value, depth - 1):
                 yield f"{name}.{inner}", tensor

@@ -70,7 +70,7 @@ class Preparer:
         self._device = device
         self._processes = processes
         self._precision = precision
-        self._plan = plan
+        self.plan = plan
         self._window = window
         self._state = state
         self._seed = seed
@@ -120,7 +120,7 @@ class Preparer:
         if (self._state.watching or self._processes.world > 1) and next(module.buffers(), None) is not None:
             keeper = BufferKeeper(module)
             self.keepers.append(keeper)
-        replica = make_replica(module, self._device, self._processes, self._plan)
+        replica = make_replica(module, self._device, self._processes, self.plan)
         if replica is None and self._processes.world > 1:
             # nothing in it learns, but all ranks are to have the same all the same
             collectives.broadcast(list(module.state_dict().values()), self._processes)

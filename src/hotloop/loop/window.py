@@ -88,6 +88,7 @@ class Window:
         self.loss_bad = False
         self.probe: torch.Tensor | None = None
         self.flags_on_device: torch.Tensor | None = None
+        self._wishes: torch.Tensor | None = None
         self.tape: list[Callable[[], None]] | None = None
 
     @property
@@ -293,6 +294,7 @@ class Window:
         """What a recording of the micro-batch now open freezes: its place, its weight, the window's sum before it."""
         return (
             self.boundary,
+            self.replaying,
             self._samples,
             tuple(self._totals) if self.boundary and self._micro > 1 else None,
             *self._references[:1],
@@ -347,15 +349,30 @@ class Window:
         if self.probe is not None:
             # NaN where a loss was not finite: the sum carries it to every rank
             box[1].copy_(self.probe)
+        if self._wishes is not None:
+            box[2:4].copy_(self._wishes)
         for i, flag in enumerate(self.flags):
-            if flag:
+            # a recording has them sent by `send_wishes`: what is written here it would write for ever
+            if flag and self.tape is None:
                 box[2 + i].fill_(1.0)
         dist.all_reduce(box)
+        if self._wishes is not None:
+            self._wishes.zero_()
         if self.probe is not None:
             self.probe.copy_(box[1])
-        self.flags = [False, False]
+        if self.tape is None:
+            self.flags = [False, False]
         self.flags_on_device = box[2:4]
         return self._divide(box[0]) if self.weighted and self._references else 1.0
+
+    def send_wishes(self) -> None:
+        """Put this rank's flags where a recorded sum finds them, before it is replayed."""
+        if self._wishes is None:
+            self._wishes = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for i, flag in enumerate(self.flags):
+            if flag:
+                self._wishes[i].fill_(1.0)
+        self.flags = [False, False]
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the window training is; waits for the device if weights lie there."""

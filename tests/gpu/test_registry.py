@@ -1,5 +1,7 @@
 """A user's Triton kernel on a CUDA device: checked, recorded, timed; refused where it waits or freezes a value."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ pytestmark = [
 
 
 @jit
-def square_relu(x, out, n, SIZE: tl.constexpr):
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+def square_relu(x, out, n, size: tl.constexpr):
+    at = tl.program_id(0) * size + tl.arange(0, size)
     v = tl.maximum(tl.load(x + at, mask=at < n), 0.0).to(tl.float32)
     tl.store(out + at, v * v, mask=at < n)
 
@@ -23,7 +25,7 @@ def square_relu(x, out, n, SIZE: tl.constexpr):
 def launch(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    square_relu[(-(-x.numel() // 1024),)](x, out, x.numel(), SIZE=1024)
+    square_relu[(-(-x.numel() // 1024),)](x, out, x.numel(), size=1024)
     return out
 
 
@@ -53,7 +55,7 @@ def test_a_triton_kernel_is_checked_recorded_and_timed():
 def test_rows_read_as_dense_are_refused():
     def careless(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        square_relu[(-(-x.numel() // 1024),)](x, out, x.numel(), SIZE=1024)
+        square_relu[(-(-x.numel() // 1024),)](x, out, x.numel(), size=1024)
         return out
 
     with pytest.raises(KernelError, match="strided"):

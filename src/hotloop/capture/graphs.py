@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
+
+from hotloop.hardware.recording import mend_failed_recording
 
 __all__ = ["CudaRecorder", "Recorder", "Recording"]
 
@@ -109,27 +110,13 @@ class CudaRecorder:
                     raise
                 graph.capture_end()
         except BaseException:
-            self._mend()
+            mend_failed_recording(self.stream)
             raise
         finally:
             _drop_workspaces()
             if was_enabled:
                 gc.enable()
         return graph, result
-
-    def _mend(self) -> None:
-        """After a recording that failed: the generators still think that they are being recorded.
-
-        Torch puts them right at the end of a recording that succeeds, and only then.
-        """
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with suppress(RuntimeError), torch.cuda.stream(self.stream), warnings.catch_warnings():
-            # it is empty, and torch says so
-            warnings.simplefilter("ignore")
-            graph.capture_begin(capture_error_mode="thread_local")
-            graph.capture_end()
 
     def pool_bytes(self) -> int:
         """See `Recorder.pool_bytes`; walks the allocator's segments, so it is for after a recording."""

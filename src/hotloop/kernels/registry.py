@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hotloop.errors import KernelError
+from hotloop.hardware.recording import mend_failed_recording
 
 __all__ = ["RegisteredKernel", "register"]
 
@@ -296,6 +297,7 @@ def _check_capture(
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             results = _tuple(op(*static))
     except RuntimeError as failure:
+        mend_failed_recording(stream)
         raise KernelError(
             f"{kernel.name} cannot be recorded into a CUDA graph: {str(failure).splitlines()[0]} It may not wait "
             "for the device (.item(), .cpu(), printing), nor allocate other than through torch"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from hotloop.kernels.selection import chosen
 from hotloop.optim.batch import Batch, Number, as_number, is_tensor, to_dtype
 from hotloop.optim.resident import ResidentOptimizer, check_settings
 
@@ -115,14 +116,15 @@ def update_adam(
 ) -> None:
     """One Adam update of `batch` by `group`'s settings.
 
-    torch's fused kernel where it can; hotloop's where masters are to be rounded in the same pass or betas and decay
-    lie on the device; elsewhere multi-tensor kernels, by numbers of the host or of the device.
+    torch's fused kernel where it can; hotloop's where masters are to be rounded in the same pass, betas and decay lie
+    on the device, or the step uses hotloop's kernels anyway; elsewhere multi-tensor kernels, by numbers of the host or
+    of the device.
     """
     fused = group.get("fused")
     if fused is None:
         fused = batch.device.type == "cuda"
     on_device = is_tensor(*group["betas"], group["weight_decay"])
-    if fused and (on_device or batch.has_masters) and _kernel_takes(batch, group):
+    if fused and (on_device or batch.has_masters or chosen()) and _kernel_takes(batch, group):
         _update_by_kernel(batch, group, decoupled, tables(group))
     elif fused and not on_device:
         _update_fused(batch, group, decoupled)

@@ -70,6 +70,16 @@ def test_norm_in_training_types_is_near_float64(dtype, branch_dtype, shape):
             assert ours[name].dtype == given[name].dtype
 
 
+def test_each_gradient_has_its_own_type():
+    given = norm_inputs(torch.bfloat16)
+    given["weight"], given["shift"] = (
+        given[n].detach().float().requires_grad_() for n in ("weight", "shift")
+    )
+    _, out = layer_norm(**given)
+    kinds = [g.dtype for g in torch.autograd.grad(out.float().sum(), list(given.values()))]
+    assert kinds == [v.dtype for v in given.values()]
+
+
 def test_norm_may_leave_in_another_type():
     given = norm_inputs(torch.float32)
     added, out = layer_norm(**given, dtype=torch.bfloat16)

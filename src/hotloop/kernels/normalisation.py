@@ -170,18 +170,19 @@ def _backward(
     weight: torch.Tensor,
     statistics: torch.Tensor,
     branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     width = x.shape[-1]
     n = x.numel() // max(1, width)
     if not _by_kernel(x):
-        return _backward_eager(slope, added_slope, x, weight, statistics, branch_dtype)
+        return _backward_eager(slope, added_slope, x, weight, statistics, branch_dtype, bias_dtype)
     from hotloop.kernels.language import triton
     from hotloop.kernels.programs.rows import norm_backward, sum_partials
 
     x_slope = torch.empty_like(x)
     twice = branch_dtype != x.dtype
     branch_slope = torch.empty_like(x, dtype=branch_dtype) if twice else x.new_empty(0)
-    sums = [torch.empty_like(weight) for _ in range(3)]
+    sums = [torch.empty_like(weight), torch.empty_like(weight), torch.empty_like(weight, dtype=bias_dtype)]
     rows, columns, warps = _tile(width)
     tiles = triton.cdiv(n, rows)
     each = max(1, triton.cdiv(tiles, _PROGRAMS))
@@ -220,10 +221,15 @@ def _(
     weight: torch.Tensor,
     statistics: torch.Tensor,
     branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     twice = branch_dtype != x.dtype
     branch_slope = x.new_empty(x.shape, dtype=branch_dtype) if twice else x.new_empty(0)
-    like = weight.new_empty(weight.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    like = (
+        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape, dtype=bias_dtype),
+    )
     return x.new_empty(x.shape), branch_slope, *like
 
 
@@ -231,6 +237,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
     x, branch, branch_bias, weight, shift, _, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.branch_dtype = branch.dtype if branch is not None else x.dtype
+    ctx.bias_dtype = branch_bias.dtype if branch_bias is not None else weight.dtype
     ctx.with_branch, ctx.with_bias, ctx.with_shift = (v is not None for v in (branch, branch_bias, shift))
     ctx.save_for_backward(x if branch is None else output[0], weight, output[2])
 
@@ -241,7 +248,13 @@ def _differentiate(ctx: Any, added_slope: Any, slope: Any, _: Any) -> tuple[Any,
         return (None,) * 7
     x = x.contiguous()
     dx, again, dw, ds, db = _backward(
-        slope, added_slope if ctx.with_branch else None, x, weight, statistics, ctx.branch_dtype
+        slope,
+        added_slope if ctx.with_branch else None,
+        x,
+        weight,
+        statistics,
+        ctx.branch_dtype,
+        ctx.bias_dtype,
     )
     for_branch = (again if ctx.branch_dtype != x.dtype else dx) if ctx.with_branch else None
     return (
@@ -265,6 +278,7 @@ def _backward_eager(
     weight: torch.Tensor,
     statistics: torch.Tensor,
     branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     width = x.shape[-1]
     kind = statistics.dtype
@@ -278,5 +292,5 @@ def _backward_eager(
     sums = [(g * normal).sum(0), g.sum(0), d.sum(0)]
     twice = branch_dtype != x.dtype
     d = d.view(x.shape)
-    dw, ds, db = (s.to(weight.dtype) for s in sums)
+    dw, ds, db = sums[0].to(weight.dtype), sums[1].to(weight.dtype), sums[2].to(bias_dtype)
     return d.to(x.dtype, copy=True), d.to(branch_dtype) if twice else x.new_empty(0), dw, ds, db

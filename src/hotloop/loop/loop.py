@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -581,26 +581,11 @@ class Loop:
         if not self.resume(path):
             raise CheckpointError(f"{path}: there is no checkpoint here")
 
-    @contextmanager
-    def _trial(self) -> Iterator[None]:
+    def _trial(self) -> AbstractContextManager[None]:
         """Everything prepared is afterwards as it was before, and nothing inside is logged: see `optim.find_rate`."""
         from hotloop.loop.trial import undone
 
-        write, self._write_row = self._write_row, lambda step, values: None
-        try:
-            with undone(
-                self._preparer.registry,
-                window=self._window,
-                state=self._state,
-                processes=self.processes,
-                device=self.device,
-                session=self._session,
-                position=self._course.position(),
-                restart=self._faults.restart,
-            ):
-                yield
-        finally:
-            self._write_row = write
+        return undone(self)
 
     @property
     def record_folder(self) -> Path | None:

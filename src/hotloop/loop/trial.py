@@ -3,80 +3,62 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hotloop.errors import DataError
-from hotloop.hardware.processes import Processes
-from hotloop.loop.resume import Registry, apply_snapshot, take_snapshot
-from hotloop.loop.saving import Position
-from hotloop.loop.session import Session
-from hotloop.loop.window import Window
+from hotloop.loop.resume import apply_snapshot, take_snapshot
 from hotloop.nested import map_tensors
-from hotloop.state import HostState, ResidentState
+
+if TYPE_CHECKING:
+    from hotloop.loop.loop import Loop
 
 __all__ = ["undone"]
 
 
 @contextmanager
-def undone(
-    registry: Registry,
-    *,
-    window: Window,
-    state: HostState | ResidentState,
-    processes: Processes,
-    device: torch.device,
-    session: Session,
-    position: Position,
-    restart: Callable[[int], None],
-) -> Iterator[None]:
+def undone(loop: Loop) -> Iterator[None]:
     """What is prepared and registered is, after the block, as it was before: weights, buffers, optimizers, schedules,
-    loaders, random streams, counters, means. It is kept in memory meanwhile.
+    loaders, random streams, counters, means. It is kept in memory meanwhile; nothing inside is logged.
 
     Raises:
         DataError: a prepared loader is being iterated over, so that its position cannot be put back.
     """
-    if any(loader.live for loader in registry.loaders) or not window.at_rest:
+    registry = loop._preparer.registry
+    if any(loader.live for loader in registry.loaders) or not loop._window.at_rest:
         raise DataError(
             "a trial cannot begin in the middle of an epoch: begin it before the loop over the batches"
         )
-    snapshot = take_snapshot(
-        registry,
-        window=window,
-        state=state,
-        processes=processes,
-        device=device,
-        meta={"updates": position.updates},
-        means=session.means,
-    )
+    updates = loop._course.position().updates
+    parts: dict[str, Any] = {
+        "window": loop._window,
+        "state": loop._state,
+        "processes": loop.processes,
+        "device": loop.device,
+        "means": loop._session.means,
+    }
+    snapshot = take_snapshot(registry, meta={"updates": updates}, **parts)
     # what is taken still shares the memory that training writes to
     kept = copy.copy(snapshot)
     kept.tensors = map_tensors(snapshot.tensors, torch.Tensor.clone)
     kept.objects = _copy(snapshot.objects)
     buffers = [(b, b.clone()) for module in registry.modules for b in module.buffers()]
     modes = [(m, m.training) for module in registry.modules for m in module.modules()]
+    write, loop._write_row = loop._write_row, lambda step, values: None
     try:
         yield
     finally:
-        apply_snapshot(
-            kept,
-            registry,
-            folder="the state before a trial",
-            window=window,
-            state=state,
-            processes=processes,
-            device=device,
-            means=session.means,
-        )
+        loop._write_row = write
+        apply_snapshot(kept, registry, folder="the state before a trial", **parts)
         # those that no state_dict holds
         for buffer, value in buffers:
             buffer.copy_(value)
         for module, training in modes:
             module.training = training
-        restart(position.updates)
+        loop._faults.restart(updates)
 
 
 def _copy(value: Any) -> Any:

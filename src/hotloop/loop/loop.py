@@ -21,8 +21,8 @@ from hotloop.loop.course import Course
 from hotloop.loop.every import Every
 from hotloop.loop.faults import Faults
 from hotloop.loop.machine import MachineUse
-from hotloop.loop.observing import OBSERVERS
 from hotloop.loop.modules import binding_of
+from hotloop.loop.observing import OBSERVERS
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.saving import Saver
 from hotloop.loop.session import Session

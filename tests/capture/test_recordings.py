@@ -85,6 +85,24 @@ def test_an_argument_that_is_another_number_each_time_is_an_error_with_its_cure(
             step(torch.ones(1), k)
 
 
+def test_one_number_with_many_shapes_is_no_error(graph_loop):
+    step = graph_loop().capture(lambda x, k: x * k)
+    for _ in range(3):
+        for length in range(1, 14):
+            assert torch.equal(step(torch.ones(length), 2.0), torch.full((length,), 2.0))
+
+
+def test_an_object_is_known_by_its_identity_and_kept(graph_loop):
+    class Factor:
+        def __init__(self, value):
+            self.value = value
+
+    step = graph_loop().capture(lambda x, f: x * f.value)
+    for i in range(20):
+        # without being kept, the next one may come to lie where this one lay
+        assert step(torch.ones(1), Factor(float(i))).item() == i
+
+
 def test_numbers_that_come_again_are_recorded_each(graph_loop):
     step = graph_loop().capture(lambda x, k: x * k)
     for i in range(40):

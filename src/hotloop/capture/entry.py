@@ -31,6 +31,7 @@ class Entry:
         parameters: those that may have gradients.
         before: for each, the gradient that a replay adds to; None where it makes it anew.
         gradients: for each, the gradient after a replay; None if the step leaves and finds none at all.
+        held: arguments that are no tensors and are known by their identity.
         refused: why it runs eagerly though others are recorded; None if it does not.
     """
 
@@ -40,6 +41,7 @@ class Entry:
         self.warm = 0
         self.used = 0
         self.refused: str | None = None
+        self.held: list[Any] = []
         self._guard: Any = None
         self.forget()
 

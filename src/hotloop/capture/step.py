@@ -76,7 +76,7 @@ class CapturedStep:
         # entries of the state that everything frozen is in, by what distinguishes them in the usual call
         self._usual: dict[Any, Entry] = {}
         self._usual_state = -1
-        self._new_numbers = 0
+        self._new_numbers, self._numbers = 0, list[Any]()
         self._suspect: str | None = None
         self._compiled = CompiledForwards(host.device, host.modules, host.say)
         self._choice: Choice | None = None
@@ -151,7 +151,8 @@ class CapturedStep:
             if padding is not None and length is not None and to is not None:
                 leaves = padding.pad(leaves, length, to)
             result = self._towards_recording(recorder, entry, leaves, spec)
-            if padding is not None and entry.recording is not None and to == padding.lengths[-1]:
+            met = entry.recording is not None or entry.refused is not None
+            if padding is not None and met and to == padding.lengths[-1]:
                 padding.first = False
             return result
         self._new_numbers = 0
@@ -182,7 +183,9 @@ class CapturedStep:
                 self._host.say(
                     f"{self.name}: an argument of type {type(leaf).__name__} is frozen by identity"
                 )
-        if any(isinstance(leaf, int | float) for leaf in leaves):
+        numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)]
+        if numbers != self._numbers:
+            self._numbers = numbers
             self._new_numbers += 1
             if self._new_numbers > _NEW_NUMBERS_IN_A_ROW:
                 raise CaptureError(
@@ -191,6 +194,8 @@ class CapturedStep:
                     "`loop.scalar(name)`"
                 )
         entry = Entry(key, compiled=self.compiles)
+        # what is known by its identity has to live as long as that is asked about
+        entry.held = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         recordings.add(entry)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             recordings.refuse(entry, "an argument requires a gradient, which a replay would not hand on")

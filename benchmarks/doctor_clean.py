@@ -49,10 +49,11 @@ for step in range(40):
     "GPU, captured by a loop": """
 import hotloop
 loop = hotloop.Loop(precision="bf16", capture="graph", record=False)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(8)])
+layers = [nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(6)]
+model = nn.Sequential(nn.Linear(256, 4096), *layers, nn.Linear(4096, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-data = TensorDataset(torch.randn(60 * 1024, 2048))
-model, optimizer, loader = loop.prepare(model, optimizer, DataLoader(data, batch_size=1024, num_workers=4))
+data = TensorDataset(torch.randn(60 * 1024, 256))
+model, optimizer, loader = loop.prepare(model, optimizer, DataLoader(data, batch_size=1024, num_workers=8))
 @loop.capture
 def train(x):
     loss = model(x).square().mean()

@@ -143,6 +143,8 @@ KNOWN_TO_DIFFER = [
     "mi300/gaunernst_bert",
     # repaired, the copies were also faster, which a replay of these does not know: 33.1 of 37.1 ms
     "6c9ec42/trace3.json",
+    # 17 to 22 ms, by another simulator; 16.8 ms here
+    "29dba67/",
 ]
 
 

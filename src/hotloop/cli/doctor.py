@@ -189,15 +189,32 @@ def _without(words: list[str], options: set[str]) -> list[str]:
 def _list_stalls(target: str, rest: list[str], *, module: bool, as_json: bool) -> int:
     from hotloop.doctor.live import run_virtually
 
-    status, stalls = run_virtually(target, rest, module=module)
+    virtual = run_virtually(target, rest, module=module)
     sys.stdout.flush()
     if as_json:
-        print(_dump([{**vars(stall), "why": stall.why} for stall in stalls]), file=sys.stderr)
-    elif stalls:
-        print(f"{len(stalls)} lines would make a GPU wait:", *stalls, sep="\n", file=sys.stderr)
+        facts = {
+            **vars(virtual),
+            "stalls": [{**vars(s), "why": s.why, "recurs": s.recurs} for s in virtual.stalls],
+        }
+        print(_dump(facts), file=sys.stderr)
+        return virtual.status
+    if virtual.broke:
+        print(
+            f"hotloop: the virtual GPU cannot run this script ({virtual.broke}); it ran on the CPU",
+            file=sys.stderr,
+        )
+    stalls = [stall for stall in virtual.stalls if stall.recurs]
+    if stalls:
+        how = "" if virtual.on_device else ", if its parameters were on one"
+        print(f"{len(stalls)} lines would make a GPU wait{how}:", *stalls, sep="\n", file=sys.stderr)
     else:
         print("no line would make a GPU wait", file=sys.stderr)
-    return status
+    if len(virtual.stalls) > len(stalls):
+        print(
+            f"outside the steps, where it does not matter: {len(virtual.stalls) - len(stalls)} more",
+            file=sys.stderr,
+        )
+    return virtual.status
 
 
 def _read(path: str) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from itertools import pairwise
@@ -45,10 +46,13 @@ class StepClock:
             return None
 
 
-def measure_event_cost(*, operators: int = 300) -> float | None:
+def measure_event_cost(*, operators: int = 300, last: bool = False) -> float | None:
     """Microseconds that recording adds to the host for each event, operator or runtime call; None without CUDA.
 
     Measured on small operators of one launch each, which are two events, with and without a profiler.
+
+    Args:
+        operators: how many. last: nothing is recorded after this: the profiler leaves the driver.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -64,6 +68,10 @@ def measure_event_cost(*, operators: int = 300) -> float | None:
         torch.cuda.synchronize()
         return took
 
+    before = os.environ.get("TEARDOWN_CUPTI")
+    if last:
+        # read by Kineto when it stops; after this it must not come back, which some drivers do not survive
+        os.environ["TEARDOWN_CUPTI"] = "1"
     try:
         x = torch.zeros(8, device="cuda")
         run()
@@ -73,6 +81,11 @@ def measure_event_cost(*, operators: int = 300) -> float | None:
             recorded = min(run() for _ in range(3))
     except RuntimeError:
         return None
+    finally:
+        if before is None:
+            os.environ.pop("TEARDOWN_CUPTI", None)
+        else:
+            os.environ["TEARDOWN_CUPTI"] = before
     return max(recorded - plain, 0.0) * 1e6 / (2 * operators)
 
 

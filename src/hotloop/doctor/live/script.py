@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotloop.doctor.live.gathering import find_gathering
-from hotloop.doctor.live.virtual import Stall, VirtualDevice
+from hotloop.doctor.live.stall_log import Stall
 from hotloop.doctor.live.watch import Watch
 from hotloop.doctor.live.windows import read_windows
 from hotloop.doctor.recorded import Trace
@@ -20,6 +23,9 @@ from hotloop.doctor.trace.stream import TraceError
 from hotloop.hardware.processes import processes_from_environment
 
 __all__ = ["Watched", "run_script", "run_virtually", "run_watched"]
+
+
+_OURS = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,60 @@ def run_watched(
     return Watched(status, watch.steps, traces[0] if traces else None)
 
 
-def run_virtually(target: str, arguments: Sequence[str], *, module: bool = False) -> tuple[int, list[Stall]]:
+@dataclass(frozen=True)
+class Virtual:
+    """What came of a run without a GPU.
+
+    Attributes:
+        status: the script's own exit status. stalls: lines that would wait, the most frequent first.
+        on_device: whether the script used the virtual GPU; else stalls were found by following its parameters.
+        broke: why the virtual GPU could not run the script, which then ran again on the CPU; "" if it could.
+        steps: the script's steps.
+    """
+
+    status: int
+    stalls: list[Stall]
+    on_device: bool
+    broke: str = ""
+    steps: int = 0
+
+
+def run_virtually(
+    target: str, arguments: Sequence[str], *, module: bool = False, device: bool = True
+) -> Virtual:
     """Run a script as `run_watched` does, and list the lines at which a GPU would have to be waited for.
 
-    Returns:
-        The script's exit status, and the lines, the most frequent first.
+    It runs in a process of its own that has a virtual GPU under the name "cuda". What such a device cannot run (it
+    takes torch 2.11, and is experimental there) is run again on the CPU, where whatever comes from a parameter counts
+    as lying on the device.
+
+    Args:
+        device: False: without the virtual GPU.
 
     Raises:
         TraceError: there is no such script.
     """
-    with _as_script(target, arguments, module=module), VirtualDevice() as device:
-        status = _run(target, module=module)
-    return status, device.stalls()
+    if not module and not Path(target).is_file():
+        raise TraceError(f"there is no script {target}")
+    kind = "module" if module else "script"
+    with tempfile.TemporaryDirectory(prefix="hotloop-doctor-") as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "hotloop.doctor.live.virtual_run", str(answer)]
+        words = ["device" if device else "parameters", kind, target, *arguments]
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        done = subprocess.run(
+            [*command, *words], check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        )
+        if not answer.is_file():
+            # the script ended its process by itself, or was killed
+            return Virtual(done.returncode if done.returncode >= 0 else 128 - done.returncode, [], False)
+        told = json.loads(answer.read_text())
+    if told["broke"]:
+        again = run_virtually(target, arguments, module=module, device=False)
+        return replace(again, broke=told["broke"])
+    return Virtual(
+        told["status"], [Stall(**stall) for stall in told["stalls"]], told["device"], "", told["steps"]
+    )
 
 
 def run_script(
@@ -145,14 +193,17 @@ def _run(target: str, *, module: bool, passes: tuple[type[BaseException], ...] =
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        # without the frames of this module and of runpy, as Python itself would show it
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in (
-            __file__,
-            runpy.__file__,
-            "<frozen runpy>",
-        ):
-            frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames)
+        show_exception(error)
         return 1
     return 0
+
+
+def show_exception(error: BaseException) -> None:
+    """Show an exception of a script as Python itself would: without the frames of this module and of runpy."""
+    frames = error.__traceback__
+    while frames is not None and (
+        frames.tb_frame.f_code.co_filename.startswith(_OURS)
+        or frames.tb_frame.f_code.co_filename in (runpy.__file__, "<frozen runpy>")
+    ):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)

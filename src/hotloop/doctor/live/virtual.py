@@ -7,22 +7,17 @@ parameter stays on the host, so that reading a batch's labels is no alarm.
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
-import sysconfig
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Stall", "VirtualDevice"]
+from hotloop.doctor.live.stall_log import Stall, StallLog
+from hotloop.doctor.live.steps import StepMarks
+
+__all__ = ["VirtualDevice"]
 
 # what asks for values; what has a result of unknown size
 _READS = frozenset(
@@ -48,73 +43,28 @@ _READS = frozenset(
 _SIZES = frozenset(
     ["nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "_unique2"]
 )
-_WHY = {
-    "item": "a value is read", "tolist": "values are read", "numpy": "values are read", "cpu": "a copy to the host",
-    "to": "a copy to the host", "__bool__": "a branch on a tensor's value", "__format__": "a tensor is printed",
-    "__repr__": "a tensor is printed", "__getitem__": "indexing with a boolean mask",
-    "where": "where with one argument",
-}  # fmt: skip
-_SKIPPED = tuple(
-    str(Path(folder).resolve()) + os.sep
-    for folder in (Path(torch.__file__).parent, Path(__file__).parents[2], sysconfig.get_paths()["stdlib"])
-)
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A line that would make a GPU wait.
-
-    Attributes:
-        file, line, text: where. op: what was called on the tensor. count: how often. steps: optimizer steps meanwhile.
-    """
-
-    file: str
-    line: int
-    text: str
-    op: str
-    count: int
-    steps: int
-
-    @property
-    def why(self) -> str:
-        """In words."""
-        return _WHY.get(self.op, "a result of unknown size" if self.op in _SIZES else "a value is read")
-
-    def __str__(self) -> str:
-        often = f"{self.count / self.steps:.3g} a step" if self.steps else f"{self.count} times"
-        return f"{self.file}:{self.line}  {self.op}, {often}: {self.why}\n    {self.text}"
 
 
 class VirtualDevice(TorchFunctionMode):
-    """While it is entered, notes each line of this thread that would wait for a device which holds the parameters.
-
-    Attributes:
-        steps: steps of the first optimizer used inside.
-    """
+    """While it is entered, notes each line of this thread that would wait for a device which holds the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = 0
+        self.log = StallLog()
         self._on_device = WeakIdKeyDictionary()
-        self._seen: Counter[tuple[str, int, str]] = Counter()
-        self._optimizer: int | None = None
-        self._hook: Any = None
+        self._marks = StepMarks(self._after_step)
 
     def __enter__(self) -> VirtualDevice:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._marks.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._hook.remove()
+        self._marks.close()
         super().__exit__(*exception)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        self.steps += id(optimizer) == self._optimizer
+    def _after_step(self) -> None:
+        self.log.steps += 1
 
     def __torch_function__(
         self,
@@ -129,9 +79,7 @@ class VirtualDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self._waits(name, args, kwargs):
-            where = _users_frame(sys._getframe(1))
-            if where is not None:
-                self._seen[(where.f_code.co_filename, where.f_lineno, name)] += 1
+            self.log.note(name)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         self._follow(result)
@@ -144,7 +92,9 @@ class VirtualDevice(TorchFunctionMode):
 
     def _follow(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
-            self._on_device[result] = True
+            # a parameter needs no mark, and one that is remembered weakly could not be moved in its place
+            if not isinstance(result, torch.nn.Parameter) and not result.is_cuda:
+                self._on_device[result] = True
         elif isinstance(result, (list, tuple)):
             for item in result:
                 self._follow(item)
@@ -166,17 +116,4 @@ class VirtualDevice(TorchFunctionMode):
 
     def stalls(self) -> list[Stall]:
         """What would wait, the most frequent first."""
-        return [
-            Stall(file, line, linecache.getline(file, line).strip(), op, count, self.steps)
-            for (file, line, op), count in self._seen.most_common()
-        ]
-
-
-def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside torch, hotloop and the standard library."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith("<") and not str(Path(file).resolve()).startswith(_SKIPPED):
-            return frame
-        frame = frame.f_back
-    return None
+        return self.log.stalls()

@@ -29,7 +29,11 @@ class Watch:
     Attributes:
         skip: steps before the first window. active: steps of each window. steps: steps seen so far.
         syncs: waits for the device with their exact lines, from the second window (CUDA only).
+        leaves: whether the profiler's hooks are taken out of the driver after the last window: they slow down each
+            launch as long as they are there.
     """
+
+    leaves = True
 
     def __init__(self, *, skip: int = 10, active: int = 5) -> None:
         self.skip, self.active = skip, active
@@ -42,6 +46,7 @@ class Watch:
         self._left = 0
         self._mark_s: list[float] = []
         self._over = False
+        self._event_us: float | None = None
         self._done: list[Path] = []
         self._stack = contextlib.ExitStack()
 
@@ -108,6 +113,8 @@ class Watch:
             self._begin_window()
         else:
             self._marks.close()
+            if not self._over:
+                self._event_us = measure_event_cost(last=self.leaves)
 
     @property
     def files(self) -> list[Path]:
@@ -120,4 +127,5 @@ class Watch:
             return Notes()
         # what begins and ends a window takes longer than what stands between two of its steps
         mark_us = 1e6 * statistics.median(self._mark_s[WARM_UP:]) if len(self._mark_s) > WARM_UP else None
-        return Notes(self._clock.step_us(), measure_event_cost(), mark_us, measure_link(), list(self.syncs))
+        event_us = self._event_us if self._event_us is not None else measure_event_cost()
+        return Notes(self._clock.step_us(), event_us, mark_us, measure_link(), list(self.syncs))

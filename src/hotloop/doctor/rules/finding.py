@@ -137,9 +137,9 @@ class Case:
             f"{each:.0f} times a step" if each >= 1.5 else "once a step" if each > 0.75 else f"{count} times"
         )
 
-    def place(self, row: int) -> Place:
-        """Where in the source a host event comes from."""
-        return find_place(self.timeline, row)
+    def place(self, row: int, *called: str) -> Place:
+        """Where in the source a host event comes from; `called` are names one of which the line calls."""
+        return find_place(self.timeline, row, frozenset(called))
 
 
 @dataclass(frozen=True)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
-
 import numpy as np
 import numpy.typing as npt
 
 from hotloop.doctor.replay.simulate import Edit
 from hotloop.doctor.rules.finding import Case, Finding, Rule
-from hotloop.doctor.trace.columns import Category
+from hotloop.doctor.rules.operands import find_operands
 from hotloop.doctor.trace.kernels import ELEMENTWISE
 
 __all__ = ["RULE", "find_chains", "judge"]
 
 Ints = npt.NDArray[np.int64]
-_SIZES = {
-    "double": 8,
-    "float": 4,
-    "c10::half": 2,
-    "c10::bfloat16": 2,
-    "long": 8,
-    "long int": 8,
-    "int": 4,
-    "bool": 1,
-}
 
 
 def find_chains(case: Case) -> list[Ints]:
@@ -106,25 +93,12 @@ def _traffic(
     case: Case, kernels: Ints
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float] | None:
     """([kernels] bytes moved, [kernels] bytes of the largest operand, best rate in bytes/us); None without shapes."""
-    timeline = case.timeline
-    events = timeline.events
-    ops = events.rows(Category.OP)
-    ops = ops[(events.shapes[ops] >= 0) & (events.external[ops] >= 0)]
-    if not len(ops):
-        return None
-    by_id = ops[np.argsort(events.external[ops], kind="stable")]
-    ids = events.external[by_id]
     moved, largest = np.zeros(len(kernels)), np.zeros(len(kernels))
-    wanted = events.external[timeline.work_rows[kernels]]
-    found = np.searchsorted(ids, wanted)
-    for position, (index, number) in enumerate(zip(found.tolist(), wanted.tolist(), strict=True)):
-        if index < len(ids) and ids[index] == number:
-            shapes, types = events.texts[int(events.shapes[by_id[index]])]
-            sizes = _operand_bytes(shapes, types)
-            if sizes:
-                # inputs, and a result as large as the largest of them
-                largest[position] = max(sizes)
-                moved[position] = sum(sizes) + max(sizes)
+    for position, operands in enumerate(find_operands(case, kernels)):
+        if operands is not None and operands.sizes:
+            # inputs, and a result as large as the largest of them
+            largest[position] = max(operands.sizes)
+            moved[position] = sum(operands.sizes) + max(operands.sizes)
     known = moved > 0
     if known.mean() < 0.5:
         return None
@@ -137,20 +111,6 @@ def _traffic(
     moved[~known] = took[~known] * rate
     largest[~known] = moved[~known] / 2
     return moved, largest, rate
-
-
-@lru_cache(maxsize=4096)
-def _operand_bytes(shapes: bytes, types: bytes) -> tuple[int, ...]:
-    try:
-        dims, kinds = json.loads(shapes), json.loads(types or b"[]")
-    except ValueError:
-        return ()
-    sizes = []
-    for position, dim in enumerate(dims):
-        kind = str(kinds[position]).lower() if position < len(kinds) else "float"
-        if isinstance(dim, list) and dim and all(isinstance(n, int) for n in dim) and kind in _SIZES:
-            sizes.append(int(np.prod(dim, dtype=np.float64)) * _SIZES[kind])
-    return tuple(size for size in sizes if size > 0)
 
 
 RULE = Rule("fusion", "chains of element-wise kernels", judge)

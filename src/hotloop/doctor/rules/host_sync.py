@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from hotloop.doctor.replay.simulate import Edit
 from hotloop.doctor.rules.finding import Case, Finding, Rule
+from hotloop.doctor.trace.columns import Category
+from hotloop.doctor.trace.intervals import Spans
 from hotloop.doctor.trace.places import Place
 
-__all__ = ["RULE", "explain_sync", "find_syncs", "judge"]
+__all__ = ["RULE", "explain_sync", "find_prints", "find_syncs", "judge"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -138,12 +140,88 @@ def judge(case: Case) -> list[Finding]:
     calls = find_syncs(case)
     if not len(calls):
         return []
+    prints = find_prints(case)
+    printed = prints.within(timeline.call_start[calls], timeline.call_start[calls] + 0.001) > 0
+    return _by_place(case, calls[~printed]) + _printing(case, calls[printed], prints)
+
+
+def _by_place(case: Case, calls: Ints) -> list[Finding]:
+    timeline = case.timeline
     places = {int(call): case.place(int(timeline.call_rows[call])) for call in calls}
     if any(place.known for place in places.values()):
         return _by(
             case, calls, places, lambda place: (place.file, place.line, tuple(place.candidates), place.op)
         )
     return _by(case, calls, places, lambda place: ())
+
+
+# What torch does to make a tensor's text: it looks for the finite, non-zero values, then at the largest and smallest.
+_PRINT_BEGINS = ("aten::isfinite", "aten::ne", "aten::__and__", "aten::masked_select")
+_PRINT_GOES_ON = frozenset(
+    f"aten::{name}"
+    for name in (
+        "abs", "to", "min", "max", "unbind", "ceil", "ne", "is_nonzero", "div", "gt", "lt", "detach", "item", "select",
+        "reshape", "isfinite", "__and__", "masked_select", "numel", "_to_copy", "cpu", "eq", "any", "narrow", "slice",
+        "stack", "cat", "alias", "view", "clone",
+    )
+)  # fmt: skip
+
+
+def find_prints(case: Case) -> Spans:
+    """When a tensor's text was made, known by the operators that does: from the first of them to the last."""
+    timeline = case.timeline
+    events = timeline.events
+    ops = events.rows(Category.OP)
+    select = ops[events.names_matching(r"^aten::masked_select$")[events.name[ops]]]
+    low, high = timeline.window
+    select = select[(events.start_us[select] >= low) & (events.start_us[select] <= high)]
+    begins, ends = [], []
+    for row in select.tolist():
+        top = ops[events.thread[ops] == events.thread[row]]
+        end = np.maximum.accumulate(events.end_us[top])
+        top = top[np.concatenate(([True], events.start_us[top][1:] >= end[:-1] - 0.001))]
+        at = int(np.searchsorted(events.start_us[top], events.start_us[row]))
+        names = [events.name_of(int(r)) for r in top[max(at - 3, 0) : at + 1]]
+        if tuple(names) != _PRINT_BEGINS:
+            continue
+        last = at
+        while last + 1 < len(top) and events.name_of(int(top[last + 1])) in _PRINT_GOES_ON:
+            last += 1
+        first = at - 3
+        while first > 0 and events.name_of(int(top[first - 1])) in ("aten::reshape", "aten::detach"):
+            first -= 1
+        begins.append(float(events.start_us[top[first]]))
+        ends.append(float(events.end_us[top[last]]))
+    return Spans(np.array(begins), np.array(ends))
+
+
+def _printing(case: Case, calls: Ints, prints: Spans) -> list[Finding]:
+    """Printing is priced as not done at all: its operators and the host's time between them go with its waits."""
+    timeline = case.timeline
+    if not len(calls) or case.in_steps(timeline.call_start[calls]) < 0.5:
+        return []
+    every = case.calls[
+        prints.within(timeline.call_start[case.calls], timeline.call_start[case.calls] + 0.001) > 0
+    ]
+    waited = case.replay.waited_us(calls)
+    busy = float(timeline.busy.within(timeline.call_start[calls], timeline.call_end[calls]).sum())
+    first = calls[int(np.argmax(case.call_us[calls]))]
+    reason, fix = next((why, cure) for _, why, cure in _REASONS if why == "printing a tensor")
+    return [
+        Finding(
+            RULE.id,
+            f"The host waits for the device: {reason}.",
+            [
+                f"{case.often(len(prints))}: {len(_waits(case, calls)) // max(len(prints), 1)} waits each, in "
+                f"{prints.total / max(len(prints), 1) / 1000:.3g} ms of the host",
+                f"the waits add up to {waited / 1000:.4g} ms, with the device busy in {_share(busy, waited)} of it",
+            ],
+            fix,
+            case.place(int(timeline.call_rows[first])),
+            edit=Edit(drop=every, host=(prints, 0.0)),
+            weight_us=prints.total,
+        )
+    ]
 
 
 def _by(

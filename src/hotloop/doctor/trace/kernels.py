@@ -20,7 +20,7 @@ MATRIX = (
 )
 TENSOR_CORES = (
     r"(?i)tensor_?op|tf32|h884|s884|h1688|s1688|s16816|h16816|16816|884gemm|1688gemm|hmma|imma|bf16|f16(?!_?f32f32_f32)|half"
-    r"|fp8|e4m3|e5m2|i8|nvjet|wgmma|tcgen|mma_|_mma"
+    r"|fp8|e4m3|e5m2|i8|nvjet|wgmma|tcgen|(?<!x)mma_|_mma|tensor\d"
 )
 FULL_PRECISION = (
     r"sgemm|scudnn|simt|ffma|gemmSN|gemmk1|gemv[NT2x]|fft2d|winograd|_engine<float|"

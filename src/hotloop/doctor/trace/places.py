@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -85,8 +86,14 @@ class Place:
         return f"{self.op or 'outside any operator'}{where} (the trace has no Python stacks)"
 
 
-def find_place(timeline: Timeline, row: int) -> Place:
-    """The innermost frame of the user's own code around a host event, and the operator it is in."""
+def find_place(timeline: Timeline, row: int, called: frozenset[str] = frozenset()) -> Place:
+    """The innermost frame of the user's own code around a host event, and the operator it is in.
+
+    Work of a backward pass is told by the line of its forward operator.
+
+    Args:
+        called: names one of which the line calls, if it is known what to look for.
+    """
     events = timeline.events
     place = Place()
     chain = [row, *timeline.ancestors(row)]
@@ -112,9 +119,27 @@ def find_place(timeline: Timeline, row: int) -> Place:
             if frame and not place.file and not _is_library(frame["file"]):
                 place.file, place.line = frame["file"], int(frame["line"])
                 place.function = frame["function"]
+    if not place.file and (forward := _forward_of(timeline, chain)) is not None:
+        backward = place.op
+        place = find_place(timeline, forward, called)
+        place.op = place.op or backward
+        return place
     if place.file and place.line:
-        _sharpen(place)
+        _sharpen(place, called)
     return place
+
+
+def _forward_of(timeline: Timeline, chain: list[int]) -> int | None:
+    """Row of the forward operator that left the node whose backward is running in one of the rows."""
+    events = timeline.events
+    for at in chain:
+        name = events.name_of(at)
+        number = int(events.sequence[at])
+        if number >= 0 and name.startswith("autograd::engine::evaluate_function"):
+            rows = events.rows(Category.OP)
+            same = rows[(events.sequence[rows] == number) & (events.thread[rows] != events.thread[at])]
+            return int(same[0]) if len(same) else None
+    return None
 
 
 def _is_library(file: str) -> bool:
@@ -143,18 +168,33 @@ _LOOKS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _sharpen(place: Place) -> None:
+# operator -> what Python writes for it
+_SIGNS: dict[str, tuple[type[ast.AST], ...]] = {
+    "add": (ast.Add,),
+    "sub": (ast.Sub,),
+    "rsub": (ast.Sub,),
+    "mul": (ast.Mult,),
+    "div": (ast.Div, ast.FloorDiv),
+    "pow": (ast.Pow,),
+    "matmul": (ast.MatMult,),
+    "neg": (ast.USub,),
+    "gt": (ast.Gt,),
+    "lt": (ast.Lt,),
+    "ge": (ast.GtE,),
+    "le": (ast.LtE,),
+    "eq": (ast.Eq,),
+    "ne": (ast.NotEq,),
+}
+
+
+def _sharpen(place: Place, called: frozenset[str] = frozenset()) -> None:
     """The exact line, if the source is at hand and only one line of the function can be meant."""
     if place.exact:
         return
     function = _function_at(place.file, place.line, place.function)
     if function is None:
         return
-    short = place.op.rpartition("::")[2]
-    wanted = {place.method, short, *_LOOKS.get(place.method, ()), *_LOOKS.get(short, ())} - {""}
-    lines = _calls(function, {place.callee, *_LOOKS.get(place.callee, ())} - {""}) or _calls(function, wanted)
-    if not lines and short == "is_nonzero":
-        lines = _branches(function)
+    lines = _lines_of(place, function, called)
     if isinstance(function, ast.Module) or not _begins(function, place.line):
         # recording began inside: this is where the loop is, and what stands before it is over
         lines = _in_loops(function, lines) or lines
@@ -162,6 +202,133 @@ def _sharpen(place: Place) -> None:
         place.line, place.exact = lines[0], True
     elif lines:
         place.candidates = lines
+
+
+def _lines_of(place: Place, function: ast.AST, called: frozenset[str]) -> list[int]:
+    """Lines of the function that may be meant, by the surest sign that any of them has."""
+    short = place.op.rpartition("::")[2]
+    wanted = {place.method, short, *_LOOKS.get(place.method, ()), *_LOOKS.get(short, ())} - {""}
+    direct = {place.callee, *_LOOKS.get(place.callee, ())} - {""}
+    lines = _calls(function, set(called)) or _calls(function, direct) or _calls(function, wanted)
+    if not lines and short == "is_nonzero":
+        lines = _branches(function)
+    if not lines and any(frame.startswith("nn.Module") for frame in place.frames):
+        lines = _module_calls(function)
+    if not lines and (signs := _SIGNS.get(short.rstrip("_"))):
+        lines = sorted(
+            {
+                node.lineno
+                for node in _own(function)
+                if (isinstance(node, (ast.BinOp, ast.UnaryOp, ast.AugAssign)) and isinstance(node.op, signs))
+                or (isinstance(node, ast.Compare) and any(isinstance(op, signs) for op in node.ops))
+            }
+        )
+    return lines or _only_line(function)
+
+
+# what is called in a training step and is no module: methods of tensors and optimizers, built-ins
+_NO_MODULES = frozenset(
+    [
+        "step",
+        "zero_grad",
+        "backward",
+        "autocast",
+        "no_grad",
+        "scale",
+        "update",
+        "train",
+        "eval",
+        "to",
+        "cuda",
+        "cpu",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "long",
+        "int",
+        "bool",
+        "item",
+        "tolist",
+        "numpy",
+        "detach",
+        "clone",
+        "mean",
+        "sum",
+        "square",
+        "pow",
+        "sqrt",
+        "exp",
+        "log",
+        "abs",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "view",
+        "reshape",
+        "flatten",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "repeat",
+        "chunk",
+        "split",
+        "stack",
+        "cat",
+        "size",
+        "dim",
+        "numel",
+        "contiguous",
+        "pin_memory",
+        "cross_entropy",
+        "mse_loss",
+        "nll_loss",
+        "binary_cross_entropy_with_logits",
+        "l1_loss",
+        "softmax",
+        "log_softmax",
+        "relu",
+        "gelu",
+        "dropout",
+        "pad",
+        "clip_grad_norm_",
+        "requires_grad_",
+        "zero_",
+        "copy_",
+        "add_",
+        "mul_",
+        "fill_",
+        "print",
+        "format",
+        "append",
+        "extend",
+        "items",
+        "keys",
+        "values",
+        "get",
+    ]
+) | frozenset(dir(builtins))
+
+
+def _module_calls(function: ast.AST) -> list[int]:
+    """Lines that call something which is neither a method of tensors nor a built-in: a module."""
+    return sorted(
+        {n.lineno for n in _own(function) if isinstance(n, ast.Call) and _called(n) not in _NO_MODULES}
+    )
+
+
+def _only_line(function: ast.AST) -> list[int]:
+    """The line of a function that has but one statement, in one line."""
+    body = [
+        node
+        for node in getattr(function, "body", [])
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+    one = len(body) == 1 and body[0].lineno == body[0].end_lineno
+    return [body[0].lineno] if one and not isinstance(function, ast.Module) else []
 
 
 def _own(function: ast.AST) -> Iterator[ast.AST]:

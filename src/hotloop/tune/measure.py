@@ -5,7 +5,7 @@ runs a stretch of steps. What a round says is the logarithm of the ratio of both
 machine for longer than a round slows both. Looks are taken after 3, 4, 6, 8 and 12 rounds; at each, Student's interval
 of the mean at 1 - 0.05/5 is formed (Bonferroni over the looks), so that a rung without effect is kept with a
 probability of at most 2.5 %. It is kept once all of the interval lies above the least gain, dropped once it reaches no
-further than that.
+further than that, and left undecided where 12 rounds as noisy as the first four would not decide it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from hotloop.tune.rung import Rung
 from hotloop.tune.student import t_quantile
 from hotloop.tune.trial import Nursery, Trial, TrialError, TrialOverError
 
-__all__ = ["LEAST_GAIN", "LOOKS", "Contender", "Gain", "compare", "interval", "judge"]
+__all__ = ["LEAST_GAIN", "LOOKS", "Contender", "Gain", "compare", "interval", "is_hopeless", "judge"]
 
 LOOKS = (3, 4, 6, 8, 12)
 LEAST_GAIN = 0.01
 _ERROR = 0.05
+_GIVE_UP_AFTER = 4
 
 
 @dataclass
@@ -66,6 +67,12 @@ def judge(logs: Sequence[float], least: float = LEAST_GAIN) -> str | None:
     if high < least:
         return "not faster"
     return None
+
+
+def is_hopeless(logs: Sequence[float], most: int, least: float = LEAST_GAIN) -> bool:
+    """Whether `most` rounds as noisy as those so far would not decide it either."""
+    half = t_quantile(1 - _ERROR / len(LOOKS) / 2, most - 1) * statistics.stdev(logs) / math.sqrt(most)
+    return abs(statistics.fmean(logs) - math.log1p(least)) < half
 
 
 class Contender:
@@ -179,7 +186,7 @@ def compare(
         tell(f"round {number}: {math.exp(statistics.fmean(logs)):.2f}x")
         if number in looks:
             verdict = judge(logs)
-            if verdict is not None:
+            if verdict is not None or (number >= _GIVE_UP_AFTER and is_hopeless(logs, looks[-1])):
                 break
         if time.monotonic() > until_s and number >= looks[0]:
             break

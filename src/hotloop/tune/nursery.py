@@ -23,12 +23,17 @@ _LOOK_EVERY_S = 0.02
 def main() -> None:
     """Serve until standard input ends. `argv[1]` is a JSON list of modules to import first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in json.loads(sys.argv[1]):
+    names = json.loads(sys.argv[1])
+    for name in names:
         try:
             importlib.import_module(name)
         except Exception:
             # the script will say it better
             continue
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            # a forked process could not use the device: begin again without what made a context here
+            rest = json.dumps([other for other in names if other != name])
+            os.execv(sys.executable, [sys.executable, "-m", "hotloop.tune.nursery", rest])
     import hotloop.tune.probe  # noqa: F401 (forked with it)
 
     _tell({"ready": True})

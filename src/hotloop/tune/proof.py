@@ -168,7 +168,17 @@ class Prover:
         fault = watcher.fault or self._error_of(run) or self._at_end(run)
         if fault is None and not self._exact:
             fault = self._early(run, rungs, before, notes)
+        if fault is not None and fault.kind in ("arithmetic", "loss", "metric", "bits"):
+            fault = self._repeats(run, rungs) or fault
         return Verdict(fault, run, notes)
+
+    def _repeats(self, run: Run, rungs: Sequence[Rung]) -> Fault | None:
+        """A run that differs from the reference may differ from itself too: then that is what is wrong with it."""
+        again = self._short(rungs, dropout=True)
+        fault = None if again.error else check_early(again, run, self.loss, tolerance_of("fp32"), "fp32")
+        if fault is None:
+            return None
+        return Fault("repeatability", "two runs with the same seed differ in their first steps", fault.step)
 
     def _error_of(self, run: Run) -> Fault | None:
         error = run.error
@@ -218,8 +228,8 @@ class Prover:
             notes.append("draws other random numbers: the first steps were compared with dropout off")
         return fault
 
-    def _short(self, rungs: Sequence[Rung]) -> Run:
-        trial = start_run(self._nursery, rungs, horizon=EARLY, block=EARLY, seed=self._seed, dropout=False)
+    def _short(self, rungs: Sequence[Rung], *, dropout: bool = False) -> Run:
+        trial = start_run(self._nursery, rungs, horizon=EARLY, block=EARLY, seed=self._seed, dropout=dropout)
         return finish_run(*trial, limit_s=self._limit_s)
 
 

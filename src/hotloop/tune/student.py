@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 __all__ = ["t_quantile", "t_tail"]
@@ -30,6 +31,7 @@ def t_tail(t: float, freedom: float) -> float:
     return total * width / 3
 
 
+@functools.cache
 def t_quantile(probability: float, freedom: float) -> float:
     """The t with P(T <= t) = `probability`, for probabilities of at least one half."""
     low, high = 0.0, 1.0

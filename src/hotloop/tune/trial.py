@@ -119,18 +119,19 @@ class Nursery:
         self._live: dict[int, Trial] = {}
 
     def __enter__(self) -> Nursery:
-        modules = ["torch", "hotloop", *self.script.imports()]
+        modules = ["torch", "torch._dynamo", "hotloop", *self.script.imports()]
         environment = {name: value for name, value in os.environ.items() if name != "HOTLOOP_OVERRIDE"}
         command = [sys.executable, "-m", "hotloop.tune.nursery", json.dumps(modules)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=open(self.folder / "nursery.log", "wb"),
-            env=environment,
-            # a Ctrl-C is for the tuner alone
-            start_new_session=True,
-        )
+        with (self.folder / "nursery.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                # a Ctrl-C is for the tuner alone
+                start_new_session=True,
+            )
         deadline = time.monotonic() + _START_LIMIT_S
         while not self._hear(max(deadline - time.monotonic(), 0.0)):
             if self._process.poll() is not None or time.monotonic() > deadline:

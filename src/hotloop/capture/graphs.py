@@ -111,6 +111,8 @@ class CudaRecorder:
                 graph.capture_end()
         except BaseException:
             mend_failed_recording(self.stream)
+            # what the allocator makes of the pool now is not known: later recordings begin another
+            self._pool = None
             raise
         finally:
             _drop_workspaces()

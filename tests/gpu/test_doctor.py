@@ -80,3 +80,18 @@ def test_a_script_is_watched_and_its_faults_told_by_line(tmp_path):
     text = json.dumps(facts["findings"] + facts["harmless"])
     assert "blocking-copy" in text
     assert "train.py:8" in text
+
+
+def test_the_marked_lines_wait_on_this_gpu():
+    """What the virtual GPU is held to on the CPU (tests/doctor/live/test_virtual_device.py) is true of a real one."""
+    import runpy
+
+    waits = Path(__file__).parents[1] / "doctor" / "live" / "waits.py"
+    lines = waits.read_text().splitlines()
+    script = runpy.run_path(str(waits))
+    with record_syncs(torch.device("cuda"), copies=True) as syncs:
+        script["lines"]()
+    found = sorted({sync.line for sync in syncs})
+    marked = [number for number, line in enumerate(lines, 1) if line.endswith("# waits")]
+    assert [lines[n - 1] for n in found if n not in marked] == []
+    assert [lines[n - 1] for n in marked if n not in found] == []

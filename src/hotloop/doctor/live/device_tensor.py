@@ -132,6 +132,16 @@ class DeviceTensor(torch.Tensor):
             )
         self.raw = value.raw
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        numbers = isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8)
+        if not isinstance(value, torch.Tensor) and (numbers or type(index) is int):
+            # sent over as a tensor; behind slices and masks a number is filled in
+            Dispatch.current().log.note("to the device")
+        super().__setitem__(_index(index), value)
+
     def __bool__(self) -> bool:
         Dispatch.current().log.note("__bool__")
         return bool(self.raw)
@@ -171,6 +181,14 @@ class DeviceTensor(torch.Tensor):
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         """Refused as on a GPU."""
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+
+
+def _index(index: Any) -> Any:
+    """Lists as tensors of the host: torch would make them in C++, past all modes."""
+    if isinstance(index, tuple):
+        return tuple(map(_index, index))
+    plain = isinstance(index, list) and all(isinstance(item, (int, bool, list)) for item in index)
+    return torch.tensor(index) if plain else index
 
 
 class Dispatch(TorchDispatchMode):

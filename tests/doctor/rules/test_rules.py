@@ -390,3 +390,102 @@ def test_ids_are_unique_and_documented() -> None:
     assert len(set(ids)) == len(ids)
     pages = Path(__file__).resolve().parents[3] / "docs" / "rules"
     assert {page.stem for page in pages.glob("*.md")} - {"index"} == set(ids)
+
+
+def printing(m: Any) -> None:
+    compute(m, 10)
+    with m.span("aten::reshape"):
+        m.think(5)
+    for name in ("isfinite", "ne", "__and__", "masked_select", "abs", "min", "max"):
+        m.think(20)
+        with m.span(f"aten::{name}"):
+            m.launch(2, "void at::native::vectorized_elementwise_kernel<4, f>")
+            if name == "masked_select":
+                m.sync()
+    for _ in range(4):
+        m.think(20)
+        with m.span("aten::is_nonzero"), m.span("aten::item"):
+            m.item()
+    m.think(60)
+    with m.span("aten::linear"):
+        m.launch(40)
+
+
+def no_printing(m: Any) -> None:
+    compute(m, 10)
+    m.think(60)
+    with m.span("aten::linear"):
+        m.launch(40)
+
+
+def test_printing_is_priced_with_all_that_it_does(machine, tmp_path: Path) -> None:
+    slow = traced(machine, printing, tmp_path / "slow.json")
+    fast = traced(machine, no_printing, tmp_path / "fast.json")
+    finding = slow.findings()[0]
+    assert (finding.rule, finding.title) == ("host-sync", "The host waits for the device: printing a tensor.")
+    assert finding.per_step == pytest.approx(step_s(slow) - step_s(fast), rel=0.1)
+    assert "5 waits each" in finding.evidence[0]
+
+
+def product(m: Any, took: float, name: str) -> None:
+    for index in range(10):
+        m.think(3)
+        arguments = {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": ["float", "float"]}
+        with m.span("aten::mm", **{"External id": 10 * m.steps + index, **arguments}):
+            m.launch(took, name, **{"External id": 10 * m.steps + index})
+
+
+def test_tensor_cores_are_priced_by_the_operations_of_the_product(machine, tmp_path: Path) -> None:
+    """2 x 4096^3 operations at three quarters of 132 x 4096 x 1.75 GHz: 194 us, as an H200 takes (186 us)."""
+    name = "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize256x64x8_stage3_warpsize2x2x1_ffma_aligna4_execute_kernel"
+    trace = traced(machine, lambda m: product(m, 2680.0, name), tmp_path / "a.json")
+    finding = trace.findings()[0]
+    assert finding.rule == "tensor-cores"
+    expected = 2 * 4096**3 / (0.75 * 132 * 4096 * 1.75e9)
+    assert finding.per_step == pytest.approx(10 * (2680e-6 - expected), rel=0.01)
+    quick = (
+        "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x16_kernel"
+    )
+    assert traced(machine, lambda m: product(m, 194.0, quick), tmp_path / "b.json").findings() == []
+
+
+def test_memory_given_back_by_name_is_told_by_its_line(machine, tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("def step():\n    forward()\n    torch.cuda.empty_cache()\n")
+
+    def program(m: Any) -> None:
+        compute(m)
+        with m.span(f"{source}(1): step", "python_function"):
+            m._add("cuda_runtime", "cudaMalloc", m.now, 900.0, correlation=0)
+            m.now += 900
+            with m.span("torch/cuda/memory.py(212): empty_cache", "python_function"):
+                m._add("cuda_runtime", "cudaFree", m.now, 300.0, correlation=0)
+                m.now += 300
+
+    place = traced(machine, program, tmp_path / "a.json").findings()[0].place
+    assert place is not None
+    assert (place.line, place.exact) == (3, True)
+
+
+def test_a_backward_kernel_is_told_by_the_line_of_its_forward(machine, tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("def step(x):\n    loss = model(x).sum()\n    loss.backward()\n")
+    name = "ampere_sgemm_128x64_tn"
+
+    def program(m: Any) -> None:
+        with (
+            m.span(f"{source}(1): step", "python_function"),
+            m.span("nn.Module: Linear_0", "python_function"),
+            m.span("aten::addmm", **{"Sequence number": m.steps, "Fwd thread id": 0}),
+        ):
+            m.launch(500, name)
+        place = len(m.events)
+        with m.span("autograd::engine::evaluate_function: AddmmBackward0", **{"Sequence number": m.steps}):
+            m.launch(900, name)
+        for event in m.events[place:]:
+            if event["cat"] != "kernel":
+                event["tid"] = 2
+
+    place = traced(machine, program, tmp_path / "a.json").findings()[0].place
+    assert place is not None
+    assert (place.function, place.line, place.exact) == ("step", 2, True)

@@ -176,22 +176,21 @@ def find_prints(case: Case) -> Spans:
     low, high = timeline.window
     select = select[(events.start_us[select] >= low) & (events.start_us[select] <= high)]
     begins, ends = [], []
-    for row in select.tolist():
-        top = ops[events.thread[ops] == events.thread[row]]
-        end = np.maximum.accumulate(events.end_us[top])
-        top = top[np.concatenate(([True], events.start_us[top][1:] >= end[:-1] - 0.001))]
-        at = int(np.searchsorted(events.start_us[top], events.start_us[row]))
-        names = [events.name_of(int(r)) for r in top[max(at - 3, 0) : at + 1]]
-        if tuple(names) != _PRINT_BEGINS:
-            continue
-        last = at
-        while last + 1 < len(top) and events.name_of(int(top[last + 1])) in _PRINT_GOES_ON:
-            last += 1
-        first = at - 3
-        while first > 0 and events.name_of(int(top[first - 1])) in ("aten::reshape", "aten::detach"):
-            first -= 1
-        begins.append(float(events.start_us[top[first]]))
-        ends.append(float(events.end_us[top[last]]))
+    for thread in np.unique(events.thread[select]).tolist():
+        mine = ops[events.thread[ops] == thread]
+        end = np.maximum.accumulate(events.end_us[mine])
+        top = mine[np.concatenate(([True], events.start_us[mine][1:] >= end[:-1] - 0.001))]
+        for at in np.flatnonzero(np.isin(top, select)).tolist():
+            names = [events.name_of(int(row)) for row in top[max(at - 3, 0) : at + 1]]
+            if tuple(names) != _PRINT_BEGINS:
+                continue
+            first, last = at - 3, at
+            while last + 1 < len(top) and events.name_of(int(top[last + 1])) in _PRINT_GOES_ON:
+                last += 1
+            while first > 0 and events.name_of(int(top[first - 1])) in ("aten::reshape", "aten::detach"):
+                first -= 1
+            begins.append(float(events.start_us[top[first]]))
+            ends.append(float(events.end_us[top[last]]))
     return Spans(np.array(begins), np.array(ends))
 
 

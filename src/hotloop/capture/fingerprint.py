@@ -4,8 +4,8 @@ A graph replays what was true when it was captured. These are the Python values 
 scalars in closures, globals and attributes; a module's settings and mode; parameters' place and whether they learn;
 optimizers' settings; grad and autocast mode.
 
-Two ways of looking. `unchanged` asks whether every place still holds the very same object: iterators over C functions
-do that, so that it costs microseconds. Only where one does not, `take` reads all values and compares them as values.
+Two ways of looking. `unchanged` asks whether every place still holds the very same object, which costs microseconds.
+Only where one does not, `take` reads all values, to be compared as values.
 """
 
 from __future__ import annotations

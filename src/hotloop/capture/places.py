@@ -1,17 +1,16 @@
 """Places in Python's memory that hold an object each: does each still hold the same one?
 
-The question is asked of a hundred places at every step, so it is asked in C: iterators over getters, compared by
-identity. What is the same object is the same value, for everything that cannot be changed in place.
+The question is asked of a hundred places at every step, so it is asked in the shortest way: getters made in C, compared
+by identity. What is the same object is the same value, for everything that cannot be changed in place.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -31,50 +30,49 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._sources: dict[Any, tuple[Callable[[Any], Any], list[Any]]] = {}
-        self._dicts: list[dict[Any, Any]] = []
-        self._sequences: list[Any] = []
+        self._single: list[tuple[Callable[[Any], Any], Any]] = []
+        self._whole: list[Any] = []
 
     def add(self, get: Callable[[Any], Any], of: Any) -> None:
         """Watch `get(of)`."""
-        self._sources.setdefault(get, (get, []))[1].append(of)
+        self._single.append((get, of))
 
     def add_key(self, key: str, table: dict[str, Any]) -> None:
         """Watch `table[key]`."""
-        self._sources.setdefault(key, (operator.itemgetter(key), []))[1].append(table)
+        self._single.append((operator.itemgetter(key), table))
 
     def add_all(self, container: Any) -> None:
         """Watch each value of a dict, or item of a sequence, and their number."""
-        self.add(len, container)
-        (self._dicts if isinstance(container, dict) else self._sequences).append(container)
+        self._whole.append(container)
 
     def watch(self) -> Callable[[], bool]:
         """A function that says whether every place still holds the object that it holds now."""
-        sources, dicts, sequences = list(self._sources.values()), list(self._dicts), list(self._sequences)
-        flat, starmap, same = itertools.chain.from_iterable, itertools.starmap, operator.is_
-
-        def single() -> Iterator[Any]:
-            return flat(starmap(map, sources))
-
         try:
-            known = list(single())
+            single = [(get, of, get(of)) for get, of in self._single]
         except _GONE:
             # something watched is not there: never the same until it is watched anew
             return lambda: False
-        values, items = list(flat(map(dict.values, dicts))), list(flat(sequences))
+        whole = [(container, _values(container), list(_values(container))) for container in self._whole]
+        same = operator.is_
 
         def unchanged() -> bool:
             try:
-                # the number of values is among the first
-                return (
-                    all(map(same, flat(starmap(map, sources)), known))
-                    and all(map(same, flat(map(dict.values, dicts)), values))
-                    and (not items or all(map(same, flat(sequences), items)))
-                )
+                for get, of, was in single:
+                    if get(of) is not was:
+                        return False
             except _GONE:
                 return False
+            for container, values, were in whole:
+                if len(container) != len(were) or not all(map(same, values, were)):
+                    return False
+            return True
 
         return unchanged
+
+
+def _values(container: Any) -> Any:
+    """What `container` holds, now and later."""
+    return container.values() if isinstance(container, dict) else container
 
 
 @functools.cache

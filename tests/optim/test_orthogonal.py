@@ -50,3 +50,11 @@ def test_zeros_stay_zeros_and_size_does_not_matter():
     assert torch.equal(orthogonalise(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
     given = matrices((3, 4))
     torch.testing.assert_close(orthogonalise(given * 1e9, eps=0.0), orthogonalise(given, eps=0.0))
+
+
+def test_matrices_whose_norm_float16_does_not_hold():
+    given = (matrices((2, 24, 40)) * 4000).half()
+    assert torch.linalg.matrix_norm(given).isinf().all()
+    found = orthogonalise(given, dtype=torch.float32)
+    torch.testing.assert_close(found.double(), orthogonalise(given.double()), rtol=0, atol=1e-4)
+    assert orthogonalise(given).dtype == torch.float16

@@ -42,6 +42,9 @@ def orthogonalise(
     wide = matrices if rows <= columns else matrices.mT
     lead = wide.shape[:-2]
     wide = wide.reshape(-1, *wide.shape[-2:])
+    if wide.dtype in (torch.bfloat16, torch.float16):
+        # float16 ends at 65504, and eps is nothing in either
+        wide = wide.float()
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     x = (wide / (norms + eps)).to(dtype)
     a, b, c = coefficients

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["VERB"]
 
 _SUMMARY = "find the settings that make a script fastest, and prove that it is the same training"
-_USAGE = """hotloop tune [options] SCRIPT.py [ARGUMENT ...]
+_USAGE = """hotloop tune [options] SCRIPT.py [ARGUMENT ...] [--budget TIME] [--exact]
        hotloop tune [options] -m MODULE [ARGUMENT ...]"""
 _EPILOG = """The script is run many times, a stretch of it each time, with settings replaced from outside: nothing is
 edited. Its records, checkpoints, trackers and torch.save are left out meanwhile; other files that it writes
@@ -29,7 +29,8 @@ are written. What is kept goes to SCRIPT.tuned.toml, a report to SCRIPT.tuned.ht
 Ctrl-C ends it with the best so far.
 
 examples:
-  hotloop tune train.py --epochs 3
+  hotloop tune train.py --epochs 3 --budget 5m   --budget and --exact may stand behind the script
+  hotloop tune train.py -- --budget 7            what follows -- is the script's alone
   hotloop tune --budget 2m --out tuned train.py
   hotloop tune --exact -m project.train          only what is bitwise the same"""
 
@@ -59,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: list[str]) -> int:
     parser = _parser()
     own, rest = split_arguments(arguments, parser)
-    options = parser.parse_args(own)
+    more, rest = _own_after_script(rest)
+    options = parser.parse_args([*own, *more])
     if options.module is None and not rest:
         parser.error("there is no script to tune")
     if options.seeds < 1:
@@ -103,6 +105,23 @@ def _run(arguments: list[str]) -> int:
         print(f"settings: {path}   use: Loop(settings={str(path)!r})")
     print(f"report:   {report}   ({result.trials} trials, {result.seconds:.0f} s)")
     return 0
+
+
+def _own_after_script(rest: list[str]) -> tuple[list[str], list[str]]:
+    """`--budget` and `--exact` are tune's behind the script too; what follows a `--` is the script's alone."""
+    own: list[str] = []
+    script: list[str] = []
+    items = iter(rest)
+    for item in items:
+        if item == "--":
+            return own, [*script, *items]
+        if item == "--exact" or item.startswith("--budget="):
+            own.append(item)
+        elif item == "--budget":
+            own += [item, next(items, "")]
+        else:
+            script.append(item)
+    return own, script
 
 
 def _seconds(text: str) -> float:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["find_effects"]
+__all__ = ["effects_in", "find_effects"]
 
 _GROWING = {
     "append",
@@ -41,27 +41,36 @@ def find_effects(function: Callable[..., Any], own: frozenset[str] = frozenset()
     body = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)), None)
     if body is None:
         return []
+    return [f"line {start + line - 1}: {what}" for line, what in effects_in(body, own)]
+
+
+def effects_in(body: ast.AST, own: frozenset[str] = frozenset()) -> list[tuple[int, str]]:
+    """(line, what) of each effect in the source of a step: a function, or the loop around one.
+
+    Args:
+        body: the step's node. own: see `find_effects`.
+    """
     local = _local_names(body)
-    found: list[str] = []
+    found: list[tuple[int, str]] = []
     for node in ast.walk(body):
-        line = start + getattr(node, "lineno", 1) - 1
+        line = getattr(node, "lineno", 1)
         if isinstance(node, ast.Global | ast.Nonlocal):
-            found.append(f"line {line}: assigns {', '.join(node.names)} outside the step")
+            found.append((line, f"assigns {', '.join(node.names)} outside the step"))
         elif isinstance(node, ast.Call):
             what = _effect_of_call(node, local, own)
             if what:
-                found.append(f"line {line}: {what}")
+                found.append((line, what))
         elif isinstance(node, ast.Assign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 outside = _root(target) not in local
                 slot = isinstance(target, ast.Attribute) and not _is_tensor_slot(target)
                 if outside and (slot or isinstance(target, ast.Subscript)):
-                    found.append(f"line {line}: sets {ast.unparse(target)}")
+                    found.append((line, f"sets {ast.unparse(target)}"))
     return found
 
 
-def _local_names(body: ast.FunctionDef | ast.Lambda) -> set[str]:
+def _local_names(body: ast.AST) -> set[str]:
     outside = {name for n in ast.walk(body) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
     names = {a.arg for a in ast.walk(body) if isinstance(a, ast.arg)}
     names |= {n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

@@ -36,14 +36,15 @@ def split_heads(
         None, :
     ]
     target = row.to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
-    a = tl.load(qkv + source, mask=mask, other=0.0)
-    b = tl.load(qkv + source + HALF, mask=mask, other=0.0)
+    # what comes in keeps its name: a branch must not change a type
+    front = tl.load(qkv + source, mask=mask, other=0.0)
+    back = tl.load(qkv + source + HALF, mask=mask, other=0.0)
     if role == 2:
-        tl.store(value + target, a, mask=mask)
-        tl.store(value + target + HALF, b, mask=mask)
+        tl.store(value + target, front, mask=mask)
+        tl.store(value + target + HALF, back, mask=mask)
     else:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a = front.to(tl.float32)
+        b = back.to(tl.float32)
         if NORM:
             scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * HALF) + eps)
             a *= scale[:, None]

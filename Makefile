@@ -1,4 +1,4 @@
-# make run    sets up an environment if there is none and trains a classifier on real digits
+# make run    sets up an environment if there is none, then tunes the training of a classifier on real digits
 # make test   sets up and runs all tests
 # make lint   ruff and mypy
 # make suites accelerate's own test scripts against the look-alike, import lines swapped
@@ -19,7 +19,7 @@ endif
 .PHONY: run test lint types env suites bench-env clean
 
 run: $(BIN)/.ready
-	$(BIN)/python examples/digits.py
+	$(BIN)/hotloop tune --budget 140s --out tuned examples/digits.py
 
 test: $(BIN)/.ready
 	$(BIN)/python -m pytest $(ARGS)
@@ -48,4 +48,4 @@ bench-env: $(BIN)/.ready
 	$(PIP) install -q $(PINS) accelerate==1.15.0 lightning-fabric==2.6.6 onnx onnxruntime openvino ml_dtypes flatbuffers
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache runs tuned

@@ -324,7 +324,6 @@ def test_a_captured_step_uses_the_kernels_and_learns_as_the_eager_one(settings, 
         return launch(*args, **kwargs)
 
     monkeypatch.setattr(many.adamw, "run", counted)
-    monkeypatch.setenv("HOTLOOP_KERNELS", "1")
 
     def train(mode):
         loop = hotloop.Loop(seed=0, record=False, accumulation=accumulation, nonfinite="skip", **settings)

@@ -18,7 +18,7 @@ __all__ = ["LONGEST", "self_attention", "self_attention_eager"]
 # Queries and keys are read once for each block of rows: beyond a few blocks stock kernels do better.
 LONGEST = 512
 _DEPTHS = (16, 32, 64, 128)
-_BIG, _SMALL, _WARPS, _STAGES = 128, 64, 8, 2
+_BIG, _SMALL, _WARPS, _STAGES = 64, 64, 4, 1
 
 
 def self_attention(
@@ -136,8 +136,8 @@ def _backward(
         packed_slope = packed_slope.to(x.dtype)
     else:
         from hotloop.kernels.language import triton
+        from hotloop.kernels.partials import add_partials
         from hotloop.kernels.programs.attention import attention_backward
-        from hotloop.kernels.programs.rows import sum_partials
 
         packed_slope = torch.empty_like(packed)
         blocks = triton.cdiv(length, _BIG)
@@ -156,23 +156,13 @@ def _backward(
             BIG=_BIG,
             SMALL=_SMALL,
             CAUSAL=causal,
+            EVEN=length % _BIG == 0 and length % _SMALL == 0,
             HAS_BIAS=with_bias,
             num_warps=_WARPS,
             num_stages=_STAGES,
         )
         if with_bias:
-            sum_partials[(triton.cdiv(columns, 16), 1)](
-                partials,
-                for_bias,
-                for_bias,
-                for_bias,
-                batch * blocks,
-                columns,
-                N=1,
-                PARTIALS=64,
-                COLUMNS=16,
-                num_warps=4,
-            )
+            add_partials(partials, [for_bias])
     flat = packed_slope.view(batch * length, columns)
     for_x = (flat @ weight).view(x.shape)
     return for_x, flat.t() @ x.reshape(batch * length, -1), for_bias

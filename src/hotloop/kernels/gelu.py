@@ -12,7 +12,7 @@ from hotloop.errors import KernelError
 __all__ = ["bias_gelu", "bias_gelu_eager"]
 
 _SIZE = 2048
-_PROGRAMS = 528
+_PROGRAMS = 1056
 
 
 def bias_gelu(z: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -87,7 +87,8 @@ def _backward(
             for_bias.copy_(d.reshape(n, width).sum(0))
         return d.to(z.dtype), for_bias
     from hotloop.kernels.language import triton
-    from hotloop.kernels.programs.rows import gelu_backward, sum_partials
+    from hotloop.kernels.partials import add_partials
+    from hotloop.kernels.programs.rows import gelu_backward
 
     z = z.contiguous()
     z_slope = torch.empty_like(z)
@@ -110,18 +111,7 @@ def _backward(
         num_warps=4,
     )
     if bias is not None:
-        sum_partials[(triton.cdiv(width, 16), 1)](
-            partials,
-            for_bias,
-            for_bias,
-            for_bias,
-            programs,
-            width,
-            N=1,
-            PARTIALS=64,
-            COLUMNS=16,
-            num_warps=4,
-        )
+        add_partials(partials, [for_bias])
     return z_slope, for_bias
 
 

@@ -17,7 +17,10 @@ __all__ = ["layer_norm", "layer_norm_eager"]
 
 # Beyond this a row does not fit the registers of a program.
 _WIDEST = 8192
-_PROGRAMS = 264
+# The way back, rows of up to 1,024: programs of one warp that fetch rows ahead. Measured on an H200, docs/kernels.md.
+_NARROW = 1024
+_BACK_ROWS, _BACK_STAGES, _BACK_PROGRAMS = 1, 3, 1056
+_WIDE_PROGRAMS = 528
 
 
 def layer_norm(
@@ -177,15 +180,19 @@ def _backward(
     if not _by_kernel(x):
         return _backward_eager(slope, added_slope, x, weight, statistics, branch_dtype, bias_dtype)
     from hotloop.kernels.language import triton
-    from hotloop.kernels.programs.rows import norm_backward, sum_partials
+    from hotloop.kernels.partials import add_partials
+    from hotloop.kernels.programs.rows import norm_backward
 
     x_slope = torch.empty_like(x)
     twice = branch_dtype != x.dtype
     branch_slope = torch.empty_like(x, dtype=branch_dtype) if twice else x.new_empty(0)
     sums = [torch.empty_like(weight), torch.empty_like(weight), torch.empty_like(weight, dtype=bias_dtype)]
     rows, columns, warps = _tile(width)
+    stages, wanted = 1, _WIDE_PROGRAMS
+    if columns <= _NARROW:
+        rows, warps, stages, wanted = _BACK_ROWS, 1, _BACK_STAGES, _BACK_PROGRAMS
     tiles = triton.cdiv(n, rows)
-    each = max(1, triton.cdiv(tiles, _PROGRAMS))
+    each = max(1, triton.cdiv(tiles, wanted))
     programs = max(1, triton.cdiv(tiles, each))
     partials = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
     norm_backward[(programs,)](
@@ -203,13 +210,13 @@ def _backward(
         HAS_SLOPE=slope is not None,
         HAS_ADDED=added_slope is not None,
         TWICE=twice,
+        FLAT=warps == 1,
+        STAGES=stages,
         ROWS=rows,
         COLUMNS=columns,
         num_warps=warps,
     )
-    sum_partials[(triton.cdiv(width, 16), 3)](
-        partials, *sums, programs, width, N=3, PARTIALS=64, COLUMNS=16, num_warps=4
-    )
+    add_partials(partials, sums)
     return x_slope, branch_slope, sums[0], sums[1], sums[2]
 
 

@@ -16,8 +16,8 @@ _chosen = False
 
 
 def kernels_wanted() -> bool:
-    """Whether compiled steps are to use hotloop's kernels at all: `HOTLOOP_KERNELS` in the environment, 0 or 1."""
-    return os.environ.get("HOTLOOP_KERNELS", "0") not in ("0", "off", "false", "no")
+    """Whether compiled steps are to use hotloop's kernels at all: unless `HOTLOOP_KERNELS` in the environment is 0."""
+    return os.environ.get("HOTLOOP_KERNELS", "1") not in ("0", "off", "false", "no")
 
 
 @contextmanager

@@ -10,6 +10,15 @@ __all__ = ["attention_backward"]
 
 
 @jit
+def _load(places, mask, EVEN: tl.constexpr):
+    if EVEN:
+        x = tl.load(places)
+    else:
+        x = tl.load(places, mask=mask, other=0.0)
+    return x
+
+
+@jit
 def attention_backward(
     packed,
     out,
@@ -24,12 +33,14 @@ def attention_backward(
     BIG: tl.constexpr,
     SMALL: tl.constexpr,
     CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     """One program: gradients of BIG queries and of BIG keys and values of one head of one sequence.
 
     packed, packed_slope: [batch, length, 3, heads, DEPTH]; out, slope: [batch, length, heads, DEPTH]; lse: float32
-    [batch, heads, length], natural logarithms; partials: float32 [batch * blocks, 3, heads, DEPTH], sums over rows.
+    [batch, heads, length], natural logarithms; partials: float32 [batch * blocks, 3, heads, DEPTH], sums over rows;
+    EVEN: length is a multiple of BIG and of SMALL.
     Dao (2023), "FlashAttention-2", algorithm 2, with dq by a pass of its own instead of atomic additions.
     """
     block = tl.program_id(0)
@@ -50,8 +61,8 @@ def attention_backward(
     to_power = scale * log2_e
 
     # keys and values: over the queries that see them
-    k = tl.load(keys + at_big, mask=there[:, None], other=0.0)
-    v = tl.load(values + at_big, mask=there[:, None], other=0.0)
+    k = _load(keys + at_big, there[:, None], EVEN)
+    v = _load(values + at_big, there[:, None], EVEN)
     dk = tl.zeros([BIG, DEPTH], dtype=tl.float32)
     dv = tl.zeros([BIG, DEPTH], dtype=tl.float32)
     begin = 0
@@ -60,17 +71,17 @@ def attention_backward(
     for start in range(begin, length, SMALL):
         small = start + tl.arange(0, SMALL)
         inside = small < length
-        q = tl.load(queries + small[:, None] * 3 * row + d[None, :], mask=inside[:, None], other=0.0)
+        q = _load(queries + small[:, None] * 3 * row + d[None, :], inside[:, None], EVEN)
         at = small[:, None] * row + d[None, :]
-        g = tl.load(slopes + at, mask=inside[:, None], other=0.0)
-        o = tl.load(outs + at, mask=inside[:, None], other=0.0)
+        g = _load(slopes + at, inside[:, None], EVEN)
+        o = _load(outs + at, inside[:, None], EVEN)
         level = tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1)
-        total = tl.load(sums + small, mask=inside, other=0.0) * log2_e
+        total = _load(sums + small, inside, EVEN) * log2_e
         p = tl.exp2(tl.dot(k, tl.trans(q)) * to_power - total[None, :])
-        seen = there[:, None] & inside[None, :]
         if CAUSAL:
-            seen = seen & (small[None, :] >= big[:, None])
-        p = tl.where(seen, p, 0.0)
+            p = tl.where(small[None, :] >= big[:, None], p, 0.0)
+        if not EVEN:
+            p = tl.where(there[:, None] & inside[None, :], p, 0.0)
         dv += tl.dot(p.to(g.dtype), g)
         ds = p * (tl.dot(v, tl.trans(g)) - level[None, :])
         dk += tl.dot(ds.to(q.dtype), q)
@@ -80,12 +91,12 @@ def attention_backward(
     tl.store(into + 2 * row + at_big, dv.to(packed_slope.dtype.element_ty), mask=there[:, None])
 
     # queries: over the keys that they see
-    q_big = tl.load(queries + at_big, mask=there[:, None], other=0.0)
+    q_big = _load(queries + at_big, there[:, None], EVEN)
     at_out = big[:, None] * row + d[None, :]
-    g_big = tl.load(slopes + at_out, mask=there[:, None], other=0.0)
-    o_big = tl.load(outs + at_out, mask=there[:, None], other=0.0)
+    g_big = _load(slopes + at_out, there[:, None], EVEN)
+    o_big = _load(outs + at_out, there[:, None], EVEN)
     level_big = tl.sum(o_big.to(tl.float32) * g_big.to(tl.float32), axis=1)
-    total_big = tl.load(sums + big, mask=there, other=0.0) * log2_e
+    total_big = _load(sums + big, there, EVEN) * log2_e
     dq = tl.zeros([BIG, DEPTH], dtype=tl.float32)
     end = length
     if CAUSAL:
@@ -94,13 +105,13 @@ def attention_backward(
         seen_keys = start + tl.arange(0, SMALL)
         near = seen_keys < length
         at_small = seen_keys[:, None] * 3 * row + d[None, :]
-        k_small = tl.load(keys + at_small, mask=near[:, None], other=0.0)
-        v_small = tl.load(values + at_small, mask=near[:, None], other=0.0)
+        k_small = _load(keys + at_small, near[:, None], EVEN)
+        v_small = _load(values + at_small, near[:, None], EVEN)
         weight = tl.exp2(tl.dot(q_big, tl.trans(k_small)) * to_power - total_big[:, None])
-        known = there[:, None] & near[None, :]
         if CAUSAL:
-            known = known & (seen_keys[None, :] <= big[:, None])
-        weight = tl.where(known, weight, 0.0)
+            weight = tl.where(seen_keys[None, :] <= big[:, None], weight, 0.0)
+        if not EVEN:
+            weight = tl.where(there[:, None] & near[None, :], weight, 0.0)
         dw = weight * (tl.dot(g_big, tl.trans(v_small)) - level_big[:, None])
         dq += tl.dot(dw.to(k_small.dtype), k_small)
     dq = dq * scale

@@ -83,8 +83,10 @@ def muon_gather(
     partials = torch.empty(count, blocks, dtype=torch.float32, device=device)
     ready = torch.empty(count, rows, numel // rows, dtype=dtype, device=device)
     nothing = partials
+    table = tables.table([gradients, means])
+    whole = table.aligned and numel % _SIZE == 0
     gather[(count, blocks)](
-        tables.table([gradients, means]).pointers,
+        table.pointers,
         stack,
         partials,
         _on_device(momentum, device),
@@ -97,6 +99,7 @@ def muon_gather(
         has_coefficient=coefficient is not None,
         has_refuse=skip is not None,
         nesterov=nesterov,
+        whole=whole,
         size=_SIZE,
         num_warps=_WARPS,
     )
@@ -108,6 +111,7 @@ def muon_gather(
         numel,
         blocks,
         partials_size=max(16, 1 << (blocks - 1).bit_length()),
+        whole=whole,
         size=_SIZE,
         num_warps=_WARPS,
     )
@@ -190,9 +194,9 @@ def _product(
 
     count, m, k = a.shape
     n = b.shape[-1]
-    # enough tiles to fill the card, else smaller ones
-    large = -(-m // 128) * -(-n // 128) * count >= 96 and min(m, n) >= 128
-    rows = columns = 128 if large else 64
+    # tall tiles where they fill a good part of the card, measured on an H200; else smaller ones
+    large = -(-m // 128) * -(-n // 128) * count >= 48 and min(m, n) >= 128
+    rows, columns = (128, 64) if large else (64, 64)
     depth = 64 if min(k, m, n) >= 64 else 32
     product[(-(-m // rows) * -(-n // columns), count)](
         a,
@@ -211,7 +215,7 @@ def _product(
         rows=rows,
         columns=columns,
         depth=depth,
-        num_warps=8 if large else 4,
+        num_warps=4,
         num_stages=4,
     )
 
@@ -270,6 +274,7 @@ def muon_apply(
         shadow_type=types[shadows[0].dtype] if shadows is not None else tl.float32,
         has_shadow=shadows is not None,
         has_refuse=skip is not None,
+        whole=table.aligned and numel % _SIZE == 0,
         size=_SIZE,
         num_warps=_WARPS,
     )

@@ -25,8 +25,8 @@ __all__ = ["Adam", "AdamW", "adam_state_names", "kernels_run_on", "update_adam"]
 class Adam(ResidentOptimizer):
     """Adam with L2 penalty, as `torch.optim.Adam`.
 
-    On the CPU the trajectory is that of `torch.optim.Adam` to the bit. On a CUDA device torch's fused kernel computes;
-    where betas or weight decay are scheduled on the device, or masters are kept, hotloop's own does, in one launch.
+    On the CPU the trajectory is that of `torch.optim.Adam` to the bit. On a CUDA device one launch of hotloop's kernel
+    updates all tensors, masters and their 16-bit parameters included.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -36,7 +36,9 @@ class Adam(ResidentOptimizer):
         weight_decay: L2 penalty (AdamW: decoupled decay, times lr); a number or a 0-d tensor.
         amsgrad: divide by the largest squared mean so far.
         maximize: climb instead of descend.
-        fused: torch's fused kernel; None where it is on a device, True also on the CPU, False nowhere.
+        fused: None for hotloop's kernel on a CUDA device (torch's for what that does not know: amsgrad, float64, 16
+            bits without masters); True for torch's fused one where it can do the work, also on the CPU; False for
+            neither.
         master: keep float32 masters of 16-bit parameters; None (and True) keep them, False does not.
 
     Raises:
@@ -116,17 +118,16 @@ def update_adam(
 ) -> None:
     """One Adam update of `batch` by `group`'s settings.
 
-    torch's fused kernel where it can; hotloop's where masters are to be rounded in the same pass, betas and decay lie
-    on the device, or the step uses hotloop's kernels anyway; elsewhere multi-tensor kernels, by numbers of the host or
-    of the device.
+    On a CUDA device hotloop's kernel, for what it knows, or torch's fused one; elsewhere multi-tensor kernels, by
+    numbers of the host or of the device.
     """
     fused = group.get("fused")
-    if fused is None:
-        fused = batch.device.type == "cuda"
+    wanted = batch.device.type == "cuda" if fused is None else fused
     on_device = is_tensor(*group["betas"], group["weight_decay"])
-    if fused and (on_device or batch.has_masters or chosen()) and _kernel_takes(batch, group):
+    torchs = fused and not (on_device or batch.has_masters or chosen())
+    if wanted and not torchs and _kernel_takes(batch, group):
         _update_by_kernel(batch, group, decoupled, tables(group))
-    elif fused and not on_device:
+    elif wanted and not on_device:
         _update_fused(batch, group, decoupled)
     elif batch.on_host:
         _update_on_host(batch, group, decoupled)
@@ -136,13 +137,11 @@ def update_adam(
 
 def _kernel_takes(batch: Batch, group: dict[str, Any]) -> bool:
     """Whether hotloop's kernel runs there and knows tensors such as these."""
-    kind = batch.gradients[0].dtype
     return (
         not group.get("amsgrad")
         and batch.dtype == torch.float32
-        and all(g.dtype == kind for g in batch.gradients)
-        and all(g.stride() == w.stride() for g, w in zip(batch.gradients, batch.weights, strict=True))
         and kernels_run_on(batch.device)
+        and batch.is_uniform()
     )
 
 

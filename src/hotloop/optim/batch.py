@@ -90,6 +90,14 @@ class Batch:
         # a refused first update leaves 0, and its bias correction must not be 0 / 0
         return wide if self.refuse is None else wide.clamp(min=1.0)
 
+    def is_uniform(self) -> bool:
+        """Whether gradients are of one dtype and lie in memory as the weights do: kernels take no others."""
+        kind = self.gradients[0].dtype
+        return all(
+            g.dtype == kind and g.stride() == w.stride() and is_dense(w)
+            for g, w in zip(self.gradients, self.weights, strict=True)
+        )
+
     def factor(self, *, maximize: bool = False) -> Tensor | None:
         """What a kernel is to multiply gradients by, 0-d: unscaled, negated to `maximize`; None for 1."""
         factor = None if self.scale is None else self.scale.reciprocal()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hotloop.errors import OptimizerError
 from hotloop.optim.adam import adam_state_names, kernels_run_on, update_adam
-from hotloop.optim.batch import Batch, Number, is_dense, is_tensor, to_dtype
+from hotloop.optim.batch import Batch, Number, is_tensor, to_dtype
 from hotloop.optim.beside import run_beside
 from hotloop.optim.orthogonal import QUINTIC, orthogonalise
 from hotloop.optim.resident import ResidentOptimizer, check_settings
@@ -195,15 +195,11 @@ class Muon(ResidentOptimizer):
         """Whether hotloop's kernels run there and know tensors such as these."""
         if not group["fused"] or not kernels_run_on(batch.device):
             return False
-        kind = batch.gradients[0].dtype
         return (
             batch.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and group["ns_dtype"] in (None, torch.bfloat16, torch.float16)
-            and all(g.dtype == kind for g in batch.gradients)
-            and all(
-                g.stride() == w.stride() and w.stride(0) * len(w) == w.numel() and is_dense(w)
-                for g, w in zip(batch.gradients, batch.weights, strict=True)
-            )
+            and all(w.stride(0) * len(w) == w.numel() for w in batch.weights)
+            and batch.is_uniform()
         )
 
     def _update_by_kernels(self, batch: Batch, group: dict[str, Any]) -> None:

@@ -6,14 +6,19 @@ torch write it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hotloop.errors import OptimizerError
+from hotloop.kernels.selection import chosen
+from hotloop.optim.adam import kernels_run_on
 from hotloop.optim.batch import Batch, Number, as_number, is_tensor, to_dtype
 from hotloop.optim.resident import ResidentOptimizer, check_settings
+
+if TYPE_CHECKING:
+    from hotloop.kernels import Tables
 
 __all__ = ["SGD"]
 
@@ -25,7 +30,7 @@ class SGD(ResidentOptimizer):
     """SGD with momentum, as `torch.optim.SGD` without dampening.
 
     On the CPU the trajectory is that of `torch.optim.SGD` to the bit. On a CUDA device torch's fused kernel computes;
-    where momentum or weight decay are scheduled on the device, multi-tensor kernels do.
+    where momentum or weight decay are scheduled on the device, or masters are kept, hotloop's own does, in one launch.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -92,12 +97,35 @@ class SGD(ResidentOptimizer):
         fused = group["fused"]
         if fused is None:
             fused = batch.device.type == "cuda"
-        if fused and not is_tensor(group["momentum"], group["weight_decay"]):
+        on_device = is_tensor(group["momentum"], group["weight_decay"])
+        own = fused and (on_device or batch.has_masters or chosen()) and batch.dtype != torch.float64
+        if own and kernels_run_on(batch.device) and batch.is_uniform():
+            _update_by_kernel(batch, group, self.tables_of(group))
+        elif fused and not on_device:
             _update_fused(batch, group)
         elif batch.on_host:
             _update_on_host(batch, group)
         else:
             _update_on_device(batch, group)
+
+
+def _update_by_kernel(batch: Batch, group: dict[str, Any], tables: Tables) -> None:
+    from hotloop.kernels.sgd import fused_sgd
+
+    fused_sgd(
+        batch.weights,
+        batch.gradients,
+        batch.state.get("momentum_buffer"),
+        lr=group["lr"],
+        momentum=group["momentum"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
+        coefficient=batch.factor(maximize=group["maximize"]),
+        skip=batch.refuse,
+        shadows=batch.parameters if batch.has_masters else None,
+        tables=tables,
+    )
+    batch.rounded = True
 
 
 def _update_fused(batch: Batch, group: dict[str, Any]) -> None:

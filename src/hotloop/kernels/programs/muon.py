@@ -24,6 +24,7 @@ def gather(
     has_coefficient: tl.constexpr,
     has_refuse: tl.constexpr,
     nesterov: tl.constexpr,
+    whole: tl.constexpr,
     size: tl.constexpr,
 ):
     """Move the running mean of one block by its gradient, write what is to be orthogonalised and its sum of squares."""
@@ -34,22 +35,32 @@ def gather(
     if allowed:
         offsets = block * size + tl.arange(0, size)
         mask = offsets < numel
-        gradient = tl.load(pointers + tensor).to(tl.pointer_type(gradient_type))
-        mean = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(mean_type))
+        gradient = tl.load(pointers + tensor).to(tl.pointer_type(gradient_type)) + offsets
+        mean = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(mean_type)) + offsets
         wide = tl.load(momentum).to(tl.float64)
         kept = wide.to(tl.float32)
         new = (1.0 - wide).to(tl.float32)
-        g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(mean + offsets, mask=mask, other=0.0).to(tl.float32)
+        # a mask takes wide loads away: whole blocks go without
+        if whole:
+            g = tl.load(tl.multiple_of(gradient, 16)).to(tl.float32)
+            m = tl.load(tl.multiple_of(mean, 16)).to(tl.float32)
+        else:
+            g = tl.load(gradient, mask=mask, other=0.0).to(tl.float32)
+            m = tl.load(mean, mask=mask, other=0.0).to(tl.float32)
         if has_coefficient:
             g = g * tl.load(coefficient).to(tl.float32)
         share = new * g
         m = kept * m + share
-        tl.store(mean + offsets, m.to(mean_type), mask=mask)
         u = m
         if nesterov:
             u = kept * m + share
-        tl.store(stack + tensor.to(tl.int64) * numel + offsets, u, mask=mask)
+        place = stack + tensor.to(tl.int64) * numel + offsets
+        if whole:
+            tl.store(tl.multiple_of(mean, 16), m.to(mean_type))
+            tl.store(place, u)
+        else:
+            tl.store(mean, m.to(mean_type), mask=mask)
+            tl.store(place, u, mask=mask)
         tl.store(partials + tensor * tl.num_programs(1) + block, tl.sum(tl.where(mask, u * u, 0.0), axis=0))
 
 
@@ -62,6 +73,7 @@ def normalise(
     numel,
     n_partials,
     partials_size: tl.constexpr,
+    whole: tl.constexpr,
     size: tl.constexpr,
 ):
     """Divide one block by the norm of its matrix."""
@@ -72,8 +84,12 @@ def normalise(
     offsets = block * size + tl.arange(0, size)
     mask = offsets < numel
     place = tensor.to(tl.int64) * numel + offsets
-    x = tl.load(stack + place, mask=mask, other=0.0)
-    tl.store(out + place, (x / norm).to(out.dtype.element_ty), mask=mask)
+    if whole:
+        x = tl.load(stack + place)
+        tl.store(out + place, (x / norm).to(out.dtype.element_ty))
+    else:
+        x = tl.load(stack + place, mask=mask, other=0.0)
+        tl.store(out + place, (x / norm).to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -90,6 +106,7 @@ def apply(
     shadow_type: tl.constexpr,
     has_shadow: tl.constexpr,
     has_refuse: tl.constexpr,
+    whole: tl.constexpr,
     size: tl.constexpr,
 ):
     """Decay one block of a weight, move it, and round it into its 16-bit copy."""
@@ -100,16 +117,28 @@ def apply(
     if allowed:
         offsets = block * size + tl.arange(0, size)
         mask = offsets < numel
-        weight = tl.load(pointers + tensor).to(tl.pointer_type(weight_type))
+        weight = tl.load(pointers + tensor).to(tl.pointer_type(weight_type)) + offsets
+        update = updates + tensor.to(tl.int64) * numel + offsets
         rate = tl.load(lr).to(tl.float64)
         kept = (1.0 - rate * tl.load(weight_decay).to(tl.float64)).to(tl.float32)
-        w = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(updates + tensor.to(tl.int64) * numel + offsets, mask=mask, other=0.0).to(tl.float32)
+        if whole:
+            w = tl.load(tl.multiple_of(weight, 16)).to(tl.float32)
+            x = tl.load(update).to(tl.float32)
+        else:
+            w = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(update, mask=mask, other=0.0).to(tl.float32)
         w = w * kept - (rate * scale).to(tl.float32) * x
-        tl.store(weight + offsets, w.to(weight_type), mask=mask)
+        shadow = weight
         if has_shadow:
-            shadow = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(shadow_type))
-            tl.store(shadow + offsets, w.to(shadow_type), mask=mask)
+            shadow = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(shadow_type)) + offsets
+        if whole:
+            tl.store(tl.multiple_of(weight, 16), w.to(weight_type))
+            if has_shadow:
+                tl.store(tl.multiple_of(shadow, 16), w.to(shadow_type))
+        else:
+            tl.store(weight, w.to(weight_type), mask=mask)
+            if has_shadow:
+                tl.store(shadow, w.to(shadow_type), mask=mask)
 
 
 @jit

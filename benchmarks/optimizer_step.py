@@ -1,6 +1,6 @@
 """What one optimizer step costs as a replayed CUDA graph, and what its parts launch.
 
-    python -m benchmarks.optimizer_step [--quick] [--json FILE] [--only WORDS] [--profile 1]
+    python -m benchmarks.optimizer_step [--quick] [--json FILE] [--only WORDS] [--rounds 9] [--steps 200] [--profile 1]
 
 Counted: the replay of one step over all parameters of a model, gradients in place, by device events over many replays
 in a row; variants interleaved. Warmed up: three eager steps and the recording. Left out: forward, backward, clipping.
@@ -176,8 +176,8 @@ def launches(step: Callable[[], None]) -> Iterator[str]:
 
 
 def main() -> None:
-    args = arguments(__doc__, only="", profile=0)
-    repeats, steps = (3, 5) if args.quick else (9, 200 if DEVICE.type == "cuda" else 20)
+    args = arguments(__doc__, only="", profile=0, rounds=9, steps=200 if DEVICE.type == "cuda" else 20)
+    repeats, steps = (3, 5) if args.quick else (args.rounds, args.steps)
     finish = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
     bandwidth, rate = limits()
     figures: list[Figure] = []
@@ -195,7 +195,7 @@ def main() -> None:
                 ready[name] = prepared_step(build().to(DEVICE), make)
             except Exception:
                 traceback.print_exc()
-        if not args.only:
+        if not args.only or "EMA" in args.only:
             ready["EMA"] = averaging(build().to(DEVICE))
         times = interleave(ready, repeats=repeats, steps=steps, finish=finish, clock=time.perf_counter)
         for name, seconds in times.items():

@@ -420,6 +420,7 @@ def test_generators_of_the_user_go_on_in_replays():
     assert torch.equal(trails[0], trails[1])
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_auto_compiles_where_it_pays_and_says_so(monkeypatch, capsys):
     from hotloop.capture import choosing
 

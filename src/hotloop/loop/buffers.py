@@ -60,10 +60,13 @@ class BufferKeeper:
         if self._fresh:
             return
         self._fresh = True
+        # `.data` has a version counter of its own: a backward of the same micro-batch may be still to come, for another
+        # optimizer, through a forward that saved these buffers; what changed them in training it does not read
+        live = [buffer.data for buffer in self.live()]
         with torch.no_grad():
             if refuse is None:
-                torch._foreach_copy_(self.live(), self._saved)
+                torch._foreach_copy_(live, self._saved)
                 return
             flag = refuse.bool()
-            for saved, live in zip(self._saved, self.live(), strict=True):
-                torch.where(flag, saved, live, out=live)
+            for saved, buffer in zip(self._saved, live, strict=True):
+                torch.where(flag, saved, buffer, out=buffer)

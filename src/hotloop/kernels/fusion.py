@@ -9,6 +9,7 @@ bias is added in float32 to the 16-bit product, not inside it.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,10 @@ def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     rewrite(graph_module)
-    compiled: Any = compile_fx(graph_module, inputs)
+    with warnings.catch_warnings():
+        # which precision matrix units use is the loop's to say, and has been said
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        compiled: Any = compile_fx(graph_module, inputs)
     return compiled
 
 

@@ -1,15 +1,15 @@
-"""The character GPT of `gpt.py` with what the doctor names repaired: five lines of hotloop, the step as a function."""
+"""The character GPT of `gpt.py` with what the doctor names repaired: hotloop's lines, resident data, a captured step."""
 
 import argparse
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
 
 import hotloop
 from benchmarks.models import CharGPT
-from benchmarks.slow.gpt import Windows, read_tokens
+from benchmarks.slow.gpt import read_tokens
+from hotloop.data import ResidentLoader
 
 
 def main() -> None:
@@ -22,19 +22,20 @@ def main() -> None:
     tokens, letters = read_tokens(args.text)
     model = CharGPT(letters).to(loop.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
-    loader = DataLoader(Windows(tokens, 256), batch_size=args.batch, shuffle=True, drop_last=True)
+    windows = tokens.unfold(0, 257, 8).contiguous().to(loop.device)
+    loader = ResidentLoader(windows, batch_size=args.batch, drop_last=True)
     model, optimizer, loader = loop.prepare(model, optimizer, loader)
 
     @loop.capture
-    def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    def train(window: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
         loop.backward(loss)
         loop.update(optimizer, max_norm=1.0)
         return loss
 
     for _ in loop.epochs(args.epochs):
-        for inputs, targets in loader:
-            loop.log(loss=train(inputs, targets))
+        for window in loader:
+            loop.log(loss=train(window))
     loop.end_training()
 
 

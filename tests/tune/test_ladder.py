@@ -69,7 +69,7 @@ def test_a_gpu_gets_graphs_and_formats_and_what_runs_already_is_left_out() -> No
 def test_findings_set_the_order() -> None:
     findings = [{"rule": "optimizer"}, {"rule": "data-loading"}, {"rule": "never-heard-of"}]
     ladder = build_ladder(CPU, findings)
-    assert names(ladder)[:3] == ["fused=on", "workers=1", "workers=2"]
+    assert names(ladder)[:4] == ["fused=on", "threads=4", "threads=1", "workers=1"]
     assert ladder.rungs[0].why == "doctor: optimizer"
     assert ladder.rungs[-1].why == "default order"
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,6 +152,7 @@ class _Teller:
 
     def __init__(self) -> None:
         self._drawn = False
+        self._began = time.monotonic()
         self._redraws = sys.stderr.isatty()
 
     def tell(self, kind: str, text: str) -> None:
@@ -158,8 +160,9 @@ class _Teller:
         if kind == "now" and not self._redraws:
             return
         self._clear()
+        text = f"{time.monotonic() - self._began:4.0f} s  {text}"
         if kind == "now":
-            print(f"  {text[:100]} …", end="", file=sys.stderr, flush=True)
+            print(f"{text[:100]} …", end="", file=sys.stderr, flush=True)
             self._drawn = True
         else:
             print(text, file=sys.stderr, flush=True)

@@ -104,7 +104,7 @@ class Climb:
         self.result = Result(nursery.script.target, exact=exact, seeds=seeds)
         self._best: Contender
         self._best_run: Run | None = None
-        self._prover: Prover
+        self._prover: Prover | None = None
 
     # ------------------------------------------------------------------------------------------------ the stations
 
@@ -112,7 +112,6 @@ class Climb:
         """All of it; `result` fills up meanwhile."""
         self._measure_as_it_is()
         self._ask_doctor()
-        self._make_reference()
         result = self.result
         facts = result.facts
         shares = Shares(facts["data_share"], facts["update_share"], self._run_s())
@@ -178,9 +177,17 @@ class Climb:
         result.machine = machine_kind(None if facts["device"] == "cuda" else facts["device"])
         self._seed = facts["values"].get("seed") or 0
         self._plan_stretches(facts)
-        first.stop()
-        self._best = Contender(self._nursery, [], warm_up=self._warm_up, seed=self._seed)
-        self._best.start(self._limit_s)
+        if facts["values"].get("seed") is None:
+            # trials have a seed: this one starts anew with it
+            first.stop()
+            first = Contender(self._nursery, [], warm_up=self._warm_up, seed=self._seed)
+            first.start(self._limit_s)
+        else:
+            first.seed = self._seed
+            if self._warm_up > first.warm_up:
+                first.run(self._warm_up - first.warm_up, self._limit_s)
+                first.warm_up = self._warm_up
+        self._best = first
         times = [self._best.run(self._steps, self._limit_s) for _ in range(3)]
         result.step_s = statistics.median(times)
         result.memory_bytes = self._best.memory_bytes
@@ -237,18 +244,29 @@ class Climb:
             trial.kill()
         return facts
 
-    def _make_reference(self) -> None:
+    def _reference(self) -> Prover:
+        """The reference runs, made when the first rung is faster."""
+        if self._prover is None:
+            self._prover = self._make_reference()
+        return self._prover
+
+    def _make_reference(self) -> Prover:
         result = self.result
         facts = result.facts
-        beside = 2 if facts["cores"] >= 2 and not self._exact else 1
+        # on a GPU the host's cores are not what a run needs; on a CPU runs share them
+        most = 4 if facts["device"] != "cpu" else 2
+        beside = 1 if self._exact else max(1, min(most, facts["cores"] // 2, self._seeds))
+        if facts["device"] == "cpu" and facts["cores"] >= 2 and not self._exact:
+            beside = 2
         runs = 1 if self._exact else 1 + 1.5 * math.ceil(self._seeds / beside)
-        affordable = int(_PROOF_SHARE * self._budget_s / (runs * 1.3 * result.step_s))
+        spare_s = min(_PROOF_SHARE * self._budget_s, 0.5 * max(self._left_s(), 0.0))
+        affordable = int(spare_s / (runs * 1.3 * result.step_s))
         horizon = max(_LEAST_STEPS, affordable)
         whole = result.total_steps is not None and horizon >= result.total_steps
         if whole:
             horizon = int(result.total_steps or 0)
         self._tell("now", f"{self._seeds + 1} reference runs of {horizon} steps in fp32")
-        self._prover = Prover(
+        prover = Prover(
             self._nursery,
             seed=self._seed,
             seeds=self._seeds,
@@ -257,7 +275,6 @@ class Climb:
             limit_s=self._limit_s,
             whole=whole,
         )
-        prover = self._prover
         prover.precision = str(facts["values"].get("precision", "fp32"))
         prover.prepare(facts["threads"], beside)
         result.horizon, result.loss, result.notes = prover.horizon, prover.loss, prover.notes
@@ -273,6 +290,7 @@ class Climb:
         self._tell("line", f"reference: {prover.horizon} steps{extent}, {len(prover.others) + 1} seeds")
         if result.baseline_is_fp32 or self._exact:
             self._best_run = prover.reference
+        return prover
 
     # ------------------------------------------------------------------------------------------------ one rung
 
@@ -322,8 +340,8 @@ class Climb:
         tried.step_s = statistics.median(gain.second)
         tried.memory_bytes = contender.memory_bytes
         before_s = statistics.median(gain.first)
-        once = contender.warm_up_s - contender.warm_up * tried.step_s
-        once_before = self._best.warm_up_s - self._best.warm_up * before_s
+        once = contender.warm_up_s - contender.warmed * tried.step_s
+        once_before = self._best.warm_up_s - self._best.warmed * before_s
         tried.extra_s = max(0.0, once - once_before)
         saved = before_s - tried.step_s
         if tried.extra_s > 0.5 and saved > 0:
@@ -342,35 +360,36 @@ class Climb:
                 f"the run has {total}"
             )
             return
+        prover = self._reference()
         self._tell("now", f"proving {tried.rung.name}")
-        verdict = self._prover.prove(rungs, self._best_run)
+        verdict = prover.prove(rungs, self._best_run)
         tried.verdict, tried.fault = verdict, verdict.fault
         if tried.fault is None:
             allowed = tolerance_of(verdict.run.precision)
-            tried.fault = check_repeat(contender.rows(), verdict.run, self._prover.loss, allowed)
+            tried.fault = check_repeat(contender.rows(), verdict.run, prover.loss, allowed)
         if tried.fault is not None:
             tried.outcome, tried.why = "rejected", str(tried.fault)
-            self._keep_curve(tried.rung.name, verdict.run)
+            self._keep_curve(tried.rung.name, verdict.run, prover)
             return
         tried.outcome = "kept"
         tried.why = "; ".join(verdict.notes[len(self.result.notes) :])
         self._best_run = verdict.run
-        self._keep_curve("tuned", verdict.run)
-        self._keep_metrics(verdict.run)
+        self._keep_curve("tuned", verdict.run, prover)
+        self._keep_metrics(verdict.run, prover)
 
-    def _keep_curve(self, name: str, run: Run) -> None:
-        if self._prover.loss is not None:
-            self.result.losses[name] = run.values.get(self._prover.loss, {})
+    def _keep_curve(self, name: str, run: Run, prover: Prover) -> None:
+        if prover.loss is not None:
+            self.result.losses[name] = run.values.get(prover.loss, {})
 
-    def _keep_metrics(self, run: Run) -> None:
+    def _keep_metrics(self, run: Run, prover: Prover) -> None:
         """Last value of each metric: (tuned, reference, what seeds differ by)."""
-        for name, band in self._prover.bands.items():
+        for name, band in prover.bands.items():
             series = run.values.get(name, {})
-            if name != self._prover.loss and series:
+            if name != prover.loss and series:
                 last = max(series)
                 self.result.metrics[name] = (
                     series[last],
-                    self._prover.reference.values[name].get(last, math.nan),
+                    prover.reference.values[name].get(last, math.nan),
                     float(band.unit[-1]),
                 )
 

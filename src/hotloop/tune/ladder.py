@@ -25,12 +25,12 @@ _SUGGESTED = {
     "launch-bound": ("capture", "fused", "micro_batch"),
     "fusion": ("capture", "precision"),
     "tensor-cores": ("precision",),
-    "data-loading": ("workers", "prefetch"),
+    "data-loading": ("threads", "workers", "prefetch"),
     "blocking-copy": ("pin_memory", "prefetch", "workers"),
     "optimizer": ("fused", "capture"),
     "small-grids": ("micro_batch", "capture"),
     "accumulation-sync": ("micro_batch",),
-    "host-stall": ("workers", "threads", "capture"),
+    "host-stall": ("threads", "workers", "capture"),
     "host-sync": ("capture",),
 }
 _CAPTURED = """+ @loop.capture
@@ -191,10 +191,11 @@ def _layout(facts: dict[str, Any], shares: Shares, pruned: list[Pruned]) -> list
 
 
 def _threads(facts: dict[str, Any], shares: Shares, pruned: list[Pruned]) -> list[Rung]:
-    if facts["device"] != "cpu":
-        return []
     cores, now = facts["cores"], facts["threads"]
     wanted = sorted({cores, max(cores // 2, 1), 1} - {now}, reverse=True)
+    if facts["device"] != "cpu":
+        # there the host only fetches and launches; more threads than cores stand in each other's way
+        wanted = [1] if now > 1 else []
     return [Rung(f"threads={n}", {"threads": n}) for n in wanted]
 
 

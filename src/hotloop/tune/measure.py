@@ -79,7 +79,8 @@ class Contender:
     """The script with some rungs, warm and waiting; started anew when it comes to its end.
 
     Attributes:
-        facts: what its probe saw. warm_up_s: seconds from its start until it was warm. warm_up: steps in these.
+        facts: what its probe saw. warm_up_s, warmed: seconds and steps from its first start until it was warm.
+        warm_up: steps that a start takes.
         memory_bytes: its peak. slices: times of all stretches, seconds per step.
     """
 
@@ -88,11 +89,12 @@ class Contender:
         self.warm_up = warm_up
         self.facts: dict[str, Any] = {}
         self.warm_up_s = 0.0
+        self.warmed = 0
         self.memory_bytes = 0
         self.slices: list[float] = []
         self.waited_share = 0.0
         self._nursery = nursery
-        self._seed = seed
+        self.seed = seed
         self._trial: Trial | None = None
         self._skip = 0
 
@@ -103,11 +105,11 @@ class Contender:
             TrialError: it crashed or hung.
             TrialOverError: the script is over before it is warm.
         """
-        self._trial = self._nursery.start(self.rungs, "measure", warm_up=self.warm_up, seed=self._seed)
+        self._trial = self._nursery.start(self.rungs, "measure", warm_up=self.warm_up, seed=self.seed)
         ready = self._trial.hear("ready", limit_s)
         facts = ready["facts"]
         if not self.facts:
-            self.warm_up_s = facts["ready_s"]
+            self.warm_up_s, self.warmed = facts["ready_s"], facts["steps"]
         self.facts = facts
         workers = facts.get("workers") or 0
         # batches that were fetched while it stood still come for nothing

@@ -206,24 +206,25 @@ def _update_fused(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
 
 
 def _update_on_host(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:
-    """The operations of torch's own Adam in its order, each over all tensors at once."""
+    """The operations of torch's own Adam in its order, each over several tensors at once."""
     lr, decay = as_number(group["lr"]), as_number(group["weight_decay"])
     beta1, beta2 = map(as_number, group["betas"])
     count = batch.advance().item()
-    weights, means, squares = batch.weights, batch.state["exp_avg"], batch.state["exp_avg_sq"]
-    gradients = batch.true_gradients(maximize=group.get("maximize", False))
-    if decay != 0.0:
-        if decoupled:
-            torch._foreach_mul_(weights, 1 - lr * decay)
-        else:
-            gradients = list(torch._foreach_add(gradients, weights, alpha=decay))
-    torch._foreach_lerp_(means, gradients, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-    roots = _roots(batch, group)
-    torch._foreach_div_(roots, (1 - beta2**count) ** 0.5)
-    torch._foreach_add_(roots, group["eps"])
-    torch._foreach_addcdiv_(weights, means, roots, -(lr / (1 - beta1**count)))
+    for part in batch.pieces():
+        weights, means, squares = part.weights, part.state["exp_avg"], part.state["exp_avg_sq"]
+        gradients = part.true_gradients(maximize=group.get("maximize", False))
+        if decay != 0.0:
+            if decoupled:
+                torch._foreach_mul_(weights, 1 - lr * decay)
+            else:
+                gradients = list(torch._foreach_add(gradients, weights, alpha=decay))
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        roots = _roots(part, group)
+        torch._foreach_div_(roots, (1 - beta2**count) ** 0.5)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(weights, means, roots, -(lr / (1 - beta1**count)))
 
 
 def _update_on_device(batch: Batch, group: dict[str, Any], decoupled: bool) -> None:

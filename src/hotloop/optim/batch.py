@@ -6,6 +6,7 @@ once for both. A flag on the device makes every coefficient one that changes not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,6 +17,10 @@ __all__ = ["Batch", "Number", "Refusal", "as_number", "is_dense", "is_tensor", "
 
 Number: TypeAlias = float | Tensor
 """A setting: a Python number, or a 0-d tensor on the parameters' device."""
+
+
+# Elements; of each there are four or five tensors.
+_CACHED = 2**16
 
 
 @dataclass(slots=True)
@@ -89,6 +94,31 @@ class Batch:
         wide = _widen(self.step)
         # a refused first update leaves 0, and its bias correction must not be 0 / 0
         return wide if self.refuse is None else wide.clamp(min=1.0)
+
+    def pieces(self) -> Iterator[Batch]:
+        """Parts that a CPU's cache holds: each operation finds there what the last one wrote. They count as one step."""
+        first, size = 0, 0
+        for i, weight in enumerate(self.weights):
+            if size and size + weight.numel() > _CACHED:
+                yield self._part(first, i)
+                first, size = i, 0
+            size += weight.numel()
+        yield self._part(first, len(self.weights))
+
+    def _part(self, first: int, end: int) -> Batch:
+        if first == 0 and end == len(self.weights):
+            return self
+        part = slice(first, end)
+        return Batch(
+            self.step,
+            self.refuse,
+            self.flag,
+            self.scale,
+            self.parameters[part],
+            self.weights[part],
+            self.gradients[part],
+            {name: tensors[part] for name, tensors in self.state.items()},
+        )
 
     def is_uniform(self) -> bool:
         """Whether gradients are of one dtype and lie in memory as the weights do: kernels take no others."""

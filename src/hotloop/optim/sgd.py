@@ -149,17 +149,18 @@ def _update_fused(batch: Batch, group: dict[str, Any]) -> None:
 
 
 def _update_on_host(batch: Batch, group: dict[str, Any]) -> None:
-    """The operations of torch's own SGD in its order, each over all tensors at once."""
+    """The operations of torch's own SGD in its order, each over several tensors at once."""
     lr, momentum, decay = (as_number(group[name]) for name in ("lr", "momentum", "weight_decay"))
-    updates = batch.true_gradients(maximize=group["maximize"])
-    if decay != 0.0:
-        updates = list(torch._foreach_add(updates, batch.weights, alpha=decay))
-    if momentum != 0.0:
-        sums = batch.state["momentum_buffer"]
-        torch._foreach_mul_(sums, momentum)
-        torch._foreach_add_(sums, updates)
-        updates = list(torch._foreach_add(updates, sums, alpha=momentum)) if group["nesterov"] else sums
-    torch._foreach_add_(batch.weights, updates, alpha=-lr)
+    for part in batch.pieces():
+        updates = part.true_gradients(maximize=group["maximize"])
+        if decay != 0.0:
+            updates = list(torch._foreach_add(updates, part.weights, alpha=decay))
+        if momentum != 0.0:
+            sums = part.state["momentum_buffer"]
+            torch._foreach_mul_(sums, momentum)
+            torch._foreach_add_(sums, updates)
+            updates = list(torch._foreach_add(updates, sums, alpha=momentum)) if group["nesterov"] else sums
+        torch._foreach_add_(part.weights, updates, alpha=-lr)
 
 
 def _update_on_device(batch: Batch, group: dict[str, Any]) -> None:

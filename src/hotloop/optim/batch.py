@@ -96,7 +96,7 @@ class Batch:
         return wide if self.refuse is None else wide.clamp(min=1.0)
 
     def pieces(self) -> Iterator[Batch]:
-        """Parts that a CPU's cache holds: each operation finds there what the last one wrote. They count as one step."""
+        """Parts that a CPU's cache holds: each operation finds there what the last one wrote; one step in all."""
         first, size = 0, 0
         for i, weight in enumerate(self.weights):
             if size and size + weight.numel() > _CACHED:

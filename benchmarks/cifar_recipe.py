@@ -20,6 +20,7 @@ from torch import nn
 from hotloop.data import resize_images
 from hotloop.kernels.augment import Augment, augment, augment_filtered
 from hotloop.kernels.pooled_norm import pooled_norm_silu
+from hotloop.optim import Muon
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -54,7 +55,6 @@ class Recipe:
     keep: tuple[
         tuple[float, float], ...
     ] = ()  # (from epoch, share of the samples kept: the hardest by last loss)
-    side_stream: bool = False
     ns_steps: int = 3
     features: int = 24  # of the first layer: 24 whitened ones, and the strongest of them once more
     again: float = 2.0  # by what those are larger
@@ -65,10 +65,10 @@ class Recipe:
         return found
 
 
-BEST = Recipe()
+BEST = Recipe(sizes=((7.2, 32),), features=32, smoothing=0.15, bias_rate=0.09)
 """What was found on held-out training images, with nothing to compile but Triton's kernels: the warm one."""
 
-COLD = replace(BEST, kernels=False)
+COLD = replace(BEST, kernels=False, capture="eager")
 """The same recipe with torch's own kernels alone, which are there at once."""
 
 
@@ -119,7 +119,7 @@ class Net(nn.Module):
     @torch.no_grad()
     def whiten_by(self, images: torch.Tensor) -> None:
         """Set the first layer to the eigenvectors of 2 x 2 patches of `images` [n, 3, H, W], scaled to whiten."""
-        patches = F.unfold(images.float(), 2).transpose(1, 2).reshape(-1, 12)
+        patches = images.float().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
         covariance = (patches.T @ patches / len(patches)).cpu()  # 12 x 12: the host is faster
         values, vectors = torch.linalg.eigh(covariance)
         scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
@@ -140,41 +140,27 @@ class Net(nn.Module):
 
 
 class Filters:
-    """Muon for some filters as one padded batch of matrices, with weights kept at norm sqrt(outputs)."""
+    """Muon for filters that keep the norm of a matrix with orthonormal rows: sqrt(outputs)."""
 
-    def __init__(self, parameters: list[torch.Tensor], momentum: float, steps: int) -> None:
+    def __init__(self, parameters: list[torch.Tensor], rate: torch.Tensor, recipe: Recipe) -> None:
         self.parameters = parameters
-        self.momentum = momentum
-        self.steps = steps
-        rows, columns = max(len(p) for p in parameters), max(p[0].numel() for p in parameters)
         p = parameters[0]
-        self.buffer = torch.zeros(len(parameters), rows, columns, device=p.device, dtype=p.dtype)
-        self.work = torch.zeros_like(self.buffer)
         self.norms = torch.tensor([math.sqrt(len(p)) for p in parameters], device=p.device, dtype=p.dtype)
-        self.work_views = [self._as(m, p) for m, p in zip(self.work, parameters, strict=True)]
+        self.muon = Muon(
+            parameters, rate, 0.0, recipe.filter_momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
+            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False, fused=recipe.kernels and p.is_cuda,
+        )  # fmt: skip
 
-    @staticmethod
-    def _as(matrix: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """A view of `matrix` of p's shape, in p's memory order: [out, in, kh, kw] from rows of kh, kw, in."""
-        o, i, h, w = p.shape
-        return matrix[:o, : i * h * w].unflatten(1, (h, w, i)).permute(0, 3, 1, 2)
+    def reset(self) -> None:
+        for state in self.muon.state.values():
+            for value in state.values():
+                value.zero_()
 
     @torch.no_grad()
-    def step(self, rate: torch.Tensor) -> None:
-        """p = p * sqrt(outputs) / |p| - rate * orthogonalised direction; as few kernels as torch allows."""
-        torch._foreach_copy_(self.work_views, [p.grad for p in self.parameters])
-        torch.add(self.work, self.buffer, alpha=self.momentum, out=self.buffer)
-        x = torch.add(self.work, self.buffer, alpha=self.momentum)
-        x = x / (
-            torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).to(x.dtype) + 1e-5
-        )
-        for _ in range(self.steps):
-            a = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7391, alpha=2.0843), x, beta=3.4576)
-        x = x * -rate
+    def step(self) -> None:
         scales = self.norms / torch.stack(torch._foreach_norm(self.parameters))
-        for p, m, scale in zip(self.parameters, x, scales.unbind(), strict=True):
-            torch.addcmul(self._as(m, p), p, scale, out=p)
+        torch._foreach_mul_(self.parameters, list(scales.unbind()))
+        self.muon.step()
 
 
 class Trainer:
@@ -213,14 +199,7 @@ class Trainer:
         )  # fmt: skip
         for p in (*self.net.biases, self.net.head):
             self.sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        filters = list(self.net.filters)
-        parts = [filters[:2], filters[2:]] if recipe.side_stream and self.device.type == "cuda" else [filters]
-        self.muon = [Filters(part, recipe.filter_momentum, recipe.ns_steps) for part in parts]
-        self.side = torch.cuda.Stream() if len(parts) > 1 else None
-        if (
-            self.side is not None
-        ):  # the large ones are updated while the backward pass goes on to the small ones
-            filters[2].register_post_accumulate_grad_hook(self.fork)
+        self.muon = Filters(list(self.net.filters), self.rate[0], recipe)
         self.how = Augment(
             recipe.translate, "reflect", "alternating", 0, recipe.brightness, recipe.contrast, MEAN, STD
         )
@@ -264,13 +243,6 @@ class Trainer:
             if size != 32:
                 out.copy_(resize_images(self.train_images, size))
 
-    def fork(self, _last: torch.Tensor) -> None:
-        """Update the large filters on a stream of their own."""
-        assert self.side is not None
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            self.muon[1].step(self.rate[0])
-
     @torch.no_grad()
     def renew(self) -> None:
         """New weights, a new order, and optimizers that remember nothing; all on the device."""
@@ -284,8 +256,7 @@ class Trainer:
         self.counter.zero_()
         for state in self.sgd.state.values():
             state["momentum_buffer"].zero_()
-        for muon in self.muon:
-            muon.buffer.zero_()
+        self.muon.reset()
 
     def reset(self, seed: int) -> None:
         """Everything that a run changes, as new; from the resident bytes."""
@@ -310,14 +281,14 @@ class Trainer:
         self.rate.copy_(self.rates.index_select(0, at)[0])
         x, y = augment_filtered(
             self.sized[size], self.train_labels, index, epoch, self.how, self.net.whiten, seed=self.augment_seed,
+            classes=10, smoothing=r.smoothing,
             eager=not r.kernels,
         )  # fmt: skip
-        loss = F.cross_entropy(self.forward(x), y, label_smoothing=r.smoothing, reduction="sum")
-        loss.backward()
+        # the gradient of the summed cross-entropy; the loss itself is not needed to learn
+        logits = self.forward(x)
+        logits.backward((logits.detach().float().softmax(1) - y).to(logits.dtype))
         self.sgd.step()
-        self.muon[0].step(self.rate[0])
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+        self.muon.step()
         for p in self.net.parameters():
             p.grad = None
         self.counter.add_(1)
@@ -325,18 +296,18 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> None:
         """Correct answers on the test images, without and with more views of the least certain ones."""
-        n = len(self.test_images)
-        every = torch.arange(n, device=self.device)
-        logits = torch.cat([self.look(part, self.plain) for part in every.split(2500)])
+        n, batch = len(self.test_images), self.recipe.batch
+        every = torch.arange(-(-n // batch) * batch, device=self.device) % n
+        logits = torch.cat([self.look(part, self.plain) for part in every.split(batch)])[:n]
         self.plain_right.copy_((logits.argmax(1) == self.test_labels).sum())
-        count = int(n * self.recipe.tta_share)
-        if count:
-            unsure = logits.softmax(1).amax(1).topk(count, largest=False, sorted=False).indices
-            s = self.recipe.tta_shifts
-            moves = [(0, 0), (-s, -s), (s, s)] + [(-s, s), (s, -s)] * (self.recipe.tta_views == 10)
-            views = [replace(self.plain, offset=move, mirror=m) for move in moves for m in (False, True)]
-            total = torch.stack([self.look(unsure, view) for view in views]).mean(0)
-            logits.index_copy_(0, unsure, total)
+        # as many again as fill a batch: no other shape has algorithms to be found
+        count = min(round(n * self.recipe.tta_share / batch) * batch, n) or min(batch, n)
+        unsure = logits.softmax(1).amax(1).topk(count, largest=False, sorted=False).indices
+        s = self.recipe.tta_shifts
+        moves = [(0, 0), (-s, -s), (s, s)] + [(-s, s), (s, -s)] * (self.recipe.tta_views == 10)
+        views = [replace(self.plain, offset=move, mirror=m) for move in moves for m in (False, True)]
+        seen = [torch.cat([self.look(part, view) for part in unsure.split(batch)]) for view in views]
+        logits.index_copy_(0, unsure, torch.stack(seen).mean(0))
         self.right.copy_((logits.argmax(1) == self.test_labels).sum())
 
     def look(self, index: torch.Tensor, view: Augment) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hotloop.data import (
     ResidentLoader,
     ResidentWindows,
     Resizing,
+    whitening_filters,
     window_starts,
 )
 from hotloop.data.resident import permutation
@@ -334,3 +335,17 @@ def test_a_loop_goes_on_from_its_checkpoint_to_the_bit(tmp_path):
     whole = run(tmp_path / "whole", 0)
     assert run(tmp_path / "parts", 11) == whole[:11]
     assert run(tmp_path / "parts", 0) == whole[11:]
+
+
+def test_whitened_patches_are_uncorrelated():
+    g = torch.Generator().manual_seed(3)
+    x = torch.nn.functional.interpolate(torch.rand(40, 3, 6, 6, generator=g), (20, 20), mode="bicubic") * 255
+    x = x.clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8)
+    how = Augment(translate=2, mean=(0.5, 0.4, 0.6), std=(0.2, 0.3, 0.25))
+    filters = whitening_filters(x, how, eps=0.0)
+    assert filters.shape == (24, 3, 2, 2)
+    assert torch.equal(filters[:12], -filters[12:])
+    plain = ResidentImages(x, how=Augment(mean=how.mean, std=how.std), dtype=torch.float64)
+    seen = plain.cut(torch.arange(40), torch.tensor(0), 0, None)
+    out = F.conv2d(seen, filters[:12].double()).permute(1, 0, 2, 3).reshape(12, -1)
+    assert torch.allclose(out @ out.T / out.shape[1], torch.eye(12).double(), atol=0.02)

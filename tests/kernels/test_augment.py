@@ -23,6 +23,8 @@ programs = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no progra
 ROUNDS = [torch.bfloat16] if DEVICE.type == "cuda" else []
 
 WAYS = list(itertools.product(("reflect", "zero"), ("none", "random", "alternating"), (0, 3), (0.0, 0.14)))
+if DEVICE.type == "cuda":  # where each way is a program to compile
+    WAYS = WAYS[::7]
 
 
 def images(n, *size):

@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from hotloop.data.resizing import resize_images
 from hotloop.errors import DataError
@@ -136,13 +135,14 @@ def whitening_filters(
         eps: added to the eigenvalues.
 
     Returns:
-        float32 [2 * C * size * size, C, size, size], eigenvalues rising.
+        float32 [2 * C * size * size, C, size, size] in channels-last memory, eigenvalues rising.
     """
     n, C = len(images), images.shape[3]
     index = torch.arange(n, device=images.device)
     plain = Augment(mean=how.mean, std=how.std)
     x = augment(images, index, torch.zeros_like(index[0]), plain, seed=0)
-    patches = F.unfold(x, size).transpose(1, 2).reshape(-1, C * size * size)
+    # not F.unfold, which launches a kernel for each image
+    patches = x.unfold(2, size, 1).unfold(3, size, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, C * size * size)
     values, vectors = torch.linalg.eigh((patches.T @ patches / len(patches)).cpu())
     scaled = (vectors / (values + eps).sqrt()).T.reshape(-1, C, size, size)
-    return torch.cat((scaled, -scaled)).to(images.device)
+    return torch.cat((scaled, -scaled)).to(images.device).contiguous(memory_format=torch.channels_last)

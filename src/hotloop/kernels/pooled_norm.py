@@ -7,6 +7,7 @@ one twice and writes the large one once. The eager twin is torch's own operation
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 __all__ = ["PooledNormSiLU", "pooled_norm_silu", "pooled_norm_silu_eager"]
-
-_MOST_ROWS = 1024
-"""Rows of partial sums at most: enough programs to fill a GPU, few enough to add up in no time."""
 
 
 def pooled_norm_silu(
@@ -114,7 +112,7 @@ def pooled_norm_silu_eager(
     return F.silu(z + bias[:, None, None]).to(x.dtype)
 
 
-_BP, _BC, _BR = 64, 64, 512
+_BP, _BC, _BR = 64, 64, 256
 _SUM_BP, _SUM_WARPS, _ADD_BC, _ADD_WARPS, _WARPS = 64, 8, 8, 8, 8
 
 
@@ -122,20 +120,22 @@ def _grid(pixels: int, channels: int) -> tuple[int, int]:
     return -(-pixels // _BP), channels // _BC
 
 
-def _turns(pixels: int) -> int:
-    """Blocks that one program adds up: a power of two, since each number is a program to compile."""
-    turns = 1
-    while -(-pixels // (_SUM_BP * turns)) > _MOST_ROWS:
-        turns *= 2
-    return turns
+def _share(pixels: int, channels: int, device: torch.device) -> tuple[int, int, int]:
+    """(programs, columns of channels, tiles of each program) for sums over pixels: as many as run at once."""
+    columns = channels // _BC
+    tiles = -(-pixels // _SUM_BP)
+    turns = -(-tiles // max(min(tiles, _at_once(device) // columns), 1))
+    return -(-tiles // turns), columns, turns
+
+
+@cache
+def _at_once(device: torch.device) -> int:
+    """Programs that a device runs at once; registers leave room for two on a multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _is_fast(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 class _PooledNorm(torch.autograd.Function):
@@ -155,8 +155,7 @@ class _PooledNorm(torch.autograd.Function):
         N, C, H, W = x.shape
         h, w = (H // 2, W // 2) if pool else (H, W)
         pixels = N * h * w
-        turns = _turns(pixels)
-        rows, columns = -(-pixels // (_SUM_BP * turns)), C // _BC
+        rows, columns, turns = _share(pixels, C, x.device)
         shape = (N, C, h, w)
         out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         pooled = torch.empty_like(out) if pool else x
@@ -181,7 +180,7 @@ class _PooledNorm(torch.autograd.Function):
         )
         programs.add_up[(C // _ADD_BC,)](
             partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
-            C, True, _BR, _ADD_BC, _power(-(-rows // _BR)), num_warps=_ADD_WARPS,
+            C, True, _BR, _ADD_BC, -(-rows // _BR), num_warps=_ADD_WARPS,
         )  # fmt: skip
         programs.scale_and_gate[_grid(pixels, C)](
             pooled,
@@ -212,8 +211,7 @@ class _PooledNorm(torch.autograd.Function):
         N, C, H, W = ctx.shape
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         pixels = pooled.numel() // C
-        turns = _turns(pixels)
-        rows, columns = -(-pixels // (_SUM_BP * turns)), C // _BC
+        rows, columns, turns = _share(pixels, C, pooled.device)
         partial = torch.empty((rows, 2, C), device=pooled.device)
         sums = torch.empty((2, C), device=pooled.device)
         programs.slope_and_sum[(rows, columns)](
@@ -231,7 +229,7 @@ class _PooledNorm(torch.autograd.Function):
             num_warps=_SUM_WARPS,
         )
         programs.add_up[(C // _ADD_BC,)](
-            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, _power(-(-rows // _BR)),
+            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, -(-rows // _BR),
             num_warps=_ADD_WARPS,
         )  # fmt: skip
         dx = torch.empty(

@@ -63,7 +63,7 @@ def pool_and_sum(
     POOL: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
-    TURNS: tl.constexpr,
+    TURNS,
 ):
     """Pool 2 x 2 (if POOL) and add up value and square of each channel, both less a guess of its mean.
 
@@ -76,7 +76,7 @@ def pool_and_sum(
     # whole tiles are added up and reduced once: a reduction each turn would cost more than the loads
     total = tl.zeros((BP, BC), tl.float32)
     square = tl.zeros((BP, BC), tl.float32)
-    for turn in range(TURNS):
+    for turn in tl.range(0, TURNS, num_stages=3 if POOL else 4):
         p = (program * TURNS + turn) * BP + tl.arange(0, BP)
         inside = (p < pixels)[:, None]
         mask = inside & (c < C)
@@ -111,7 +111,7 @@ def add_up(
     STATISTICS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
-    TURNS: tl.constexpr,
+    TURNS,
 ):
     """Sum `partial` over programs. Out, float32 [2, C]: the sums; or (STATISTICS) mean and 1 / deviation.
 
@@ -191,7 +191,7 @@ def _slope(x, gradient, at, c, C, mask, inverse, shift, bias, FAST: tl.constexpr
 @jit
 def slope_and_sum(
     x, gradient, statistics, bias, partial, pixels,
-    C, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, TURNS: tl.constexpr,
+    C, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, TURNS,
 ):  # fmt: skip
     """Add up, per channel, the gradient of z and its product with normalised x. partial: float32 [programs, 2, C]."""
     program = tl.program_id(0)
@@ -204,7 +204,7 @@ def slope_and_sum(
     shift = shift[None, :]
     total = tl.zeros((BP, BC), tl.float32)
     product = tl.zeros((BP, BC), tl.float32)
-    for turn in range(TURNS):
+    for turn in tl.range(0, TURNS, num_stages=4):
         p = (program * TURNS + turn) * BP + tl.arange(0, BP)
         mask = (p < pixels)[:, None] & (c < C)
         slope, normal = _slope(x, gradient, p.to(tl.int64)[:, None], c, C, mask, inverse, shift, own, FAST)

@@ -10,6 +10,39 @@ __all__ = ["adamw", "scale", "square_sums"]
 
 
 @jit
+def _numbers(lr, beta1, beta2, eps, weight_decay, step):
+    """What all elements share, in float64 as torch has it: 1 - 0.999 in float32 is wrong in its fifth digit."""
+    rate = tl.load(lr).to(tl.float64)
+    b1 = tl.load(beta1).to(tl.float64)
+    b2 = tl.load(beta2).to(tl.float64)
+    wd = tl.load(weight_decay).to(tl.float64)
+    now = (step + 1.0).to(tl.float64)
+    rate_now = rate / (1.0 - tl.exp(now * tl.log(b1)))
+    root_now = tl.sqrt(1.0 - tl.exp(now * tl.log(b2)))
+    return (
+        (1.0 - b1).to(tl.float32),
+        (1.0 - b2).to(tl.float32),
+        rate_now.to(tl.float32),
+        root_now.to(tl.float32),
+        (1.0 - rate * wd).to(tl.float32),
+        wd.to(tl.float32),
+        tl.load(eps).to(tl.float32),
+    )
+
+
+@jit
+def _adam(p, g, m, v, new1, new2, rate, root, kept, decay, eps, decoupled: tl.constexpr):
+    if decoupled:
+        p = p * kept
+    else:
+        g = g + decay * p
+    m = m + new1 * (g - m)
+    v = v + new2 * (g * g - v)
+    p = p - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    return p, m, v
+
+
+@jit
 def adamw(
     extents,
     pointers,
@@ -37,86 +70,65 @@ def adamw(
     size: tl.constexpr,
     steps_size: tl.constexpr,
 ):
-    """One block of one tensor per program; the last program to finish counts the step."""
+    """One block of one tensor per program; the last program to finish counts the step.
+
+    The elements are on their way before anything that they wait for is computed, the flag included.
+    """
     program = tl.program_id(0)
+    tensor = tl.load(extents + program)
+    first = tl.load(extents + n_blocks + program)
+    left = tl.load(extents + 2 * n_blocks + program)
+    master = tl.load(pointers + tensor).to(tl.pointer_type(master_type)) + first
+    gradient = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(gradient_type)) + first
+    mean = tl.load(pointers + 2 * n_tensors + tensor).to(tl.pointer_type(moment_type)) + first
+    square = tl.load(pointers + 3 * n_tensors + tensor).to(tl.pointer_type(moment_type)) + first
+    step = tl.load(tl.load(pointers + 4 * n_tensors + tensor).to(tl.pointer_type(tl.float32)))
+    shadow = master
+    if has_shadow:
+        shadow = tl.load(pointers + 5 * n_tensors + tensor).to(tl.pointer_type(shadow_type)) + first
+    factor = 1.0
+    if has_coefficient:
+        factor = tl.load(coefficient).to(tl.float32)
     allowed = True
     if has_refuse:
         allowed = tl.load(refuse) == 0.0
-    if allowed:
-        tensor = tl.load(extents + program)
-        first = tl.load(extents + n_blocks + program)
-        left = tl.load(extents + 2 * n_blocks + program)
-        master = tl.load(pointers + tensor).to(tl.pointer_type(master_type)) + first
-        gradient = tl.load(pointers + n_tensors + tensor).to(tl.pointer_type(gradient_type)) + first
-        mean = tl.load(pointers + 2 * n_tensors + tensor).to(tl.pointer_type(moment_type)) + first
-        square = tl.load(pointers + 3 * n_tensors + tensor).to(tl.pointer_type(moment_type)) + first
-        step = tl.load(tl.load(pointers + 4 * n_tensors + tensor).to(tl.pointer_type(tl.float32)))
-        # scalars in float64, as torch has them: 1 - 0.999 in float32 is wrong in its fifth digit
-        rate = tl.load(lr).to(tl.float64)
-        b1 = tl.load(beta1).to(tl.float64)
-        b2 = tl.load(beta2).to(tl.float64)
-        wd = tl.load(weight_decay).to(tl.float64)
-        now = (step + 1.0).to(tl.float64)
-        correction1 = 1.0 - tl.exp(now * tl.log(b1))
-        correction2 = tl.sqrt(1.0 - tl.exp(now * tl.log(b2)))
-        rate_now = (rate / correction1).to(tl.float32)
-        root_now = correction2.to(tl.float32)
-        kept = (1.0 - rate * wd).to(tl.float32)
-        decay = wd.to(tl.float32)
-        new1 = (1.0 - b1).to(tl.float32)
-        new2 = (1.0 - b2).to(tl.float32)
-        epsilon = tl.load(eps).to(tl.float32)
-        factor = 1.0
+    offsets = tl.arange(0, size)
+    # a mask takes wide loads away: whole blocks go without
+    if aligned and left >= size:
+        at_master = tl.multiple_of(master + offsets, 16)
+        at_mean = tl.multiple_of(mean + offsets, 16)
+        at_square = tl.multiple_of(square + offsets, 16)
+        p = tl.load(at_master).to(tl.float32)
+        g = tl.load(tl.multiple_of(gradient + offsets, 16)).to(tl.float32)
+        m = tl.load(at_mean).to(tl.float32)
+        v = tl.load(at_square).to(tl.float32)
+        new1, new2, rate, root, kept, decay, epsilon = _numbers(lr, beta1, beta2, eps, weight_decay, step)
         if has_coefficient:
-            factor = tl.load(coefficient).to(tl.float32)
-        offsets = tl.arange(0, size)
-        shadow = master
-        if has_shadow:
-            shadow = tl.load(pointers + 5 * n_tensors + tensor).to(tl.pointer_type(shadow_type)) + first
-        # a mask takes wide loads away: whole blocks go without
-        if aligned and left >= size:
-            at_master = tl.multiple_of(master + offsets, 16)
-            at_gradient = tl.multiple_of(gradient + offsets, 16)
-            at_mean = tl.multiple_of(mean + offsets, 16)
-            at_square = tl.multiple_of(square + offsets, 16)
-            p = tl.load(at_master).to(tl.float32)
-            g = tl.load(at_gradient).to(tl.float32)
-            m = tl.load(at_mean).to(tl.float32)
-            v = tl.load(at_square).to(tl.float32)
-            if has_coefficient:
-                g = g * factor
-            if decoupled:
-                p = p * kept
-            else:
-                g = g + decay * p
-            m = m + new1 * (g - m)
-            v = v + new2 * (g * g - v)
-            p = p - rate_now * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_now) + epsilon)
+            g = g * factor
+        p, m, v = _adam(p, g, m, v, new1, new2, rate, root, kept, decay, epsilon, decoupled)
+        if allowed:
             tl.store(at_master, p.to(master_type))
             tl.store(at_mean, m.to(moment_type))
             tl.store(at_square, v.to(moment_type))
             if has_shadow:
                 tl.store(tl.multiple_of(shadow + offsets, 16), p.to(shadow_type))
-        else:
-            mask = offsets < left
-            p = tl.load(master + offsets, mask=mask, other=0.0).to(tl.float32)
-            g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-            m = tl.load(mean + offsets, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(square + offsets, mask=mask, other=0.0).to(tl.float32)
-            if has_coefficient:
-                g = g * factor
-            if decoupled:
-                p = p * kept
-            else:
-                g = g + decay * p
-            m = m + new1 * (g - m)
-            v = v + new2 * (g * g - v)
-            p = p - rate_now * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_now) + epsilon)
+    else:
+        mask = offsets < left
+        p = tl.load(master + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(mean + offsets, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(square + offsets, mask=mask, other=0.0).to(tl.float32)
+        new1, new2, rate, root, kept, decay, epsilon = _numbers(lr, beta1, beta2, eps, weight_decay, step)
+        if has_coefficient:
+            g = g * factor
+        p, m, v = _adam(p, g, m, v, new1, new2, rate, root, kept, decay, epsilon, decoupled)
+        if allowed:
             tl.store(master + offsets, p.to(master_type), mask=mask)
             tl.store(mean + offsets, m.to(moment_type), mask=mask)
             tl.store(square + offsets, v.to(moment_type), mask=mask)
             if has_shadow:
                 tl.store(shadow + offsets, p.to(shadow_type), mask=mask)
+    if allowed:
         # all have read the step before the last one gets here
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == n_blocks - 1:

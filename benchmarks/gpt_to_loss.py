@@ -1,6 +1,6 @@
 """Seconds to validation loss 1.50 on tiny Shakespeare: examples/gpt_chars_fast.py against nanoGPT's settings.
 
-    python -m benchmarks.gpt_to_loss --text input.txt [--runs 5] [--quick] [--json FILE]
+    python -m benchmarks.gpt_to_loss --text input.txt [--runs 8] [--quick] [--json FILE]
 
 Both train 10.6 M parameters (6 layers, 6 heads, width 384, context 256) on the first 90 % of the text until the loss
 over the whole validation split (the last 10 %, in windows of 256) is at most 1.50. Every look at it is counted.
@@ -124,6 +124,10 @@ def make_plain_run(path: str) -> Any:
                         sums.append(loss_of(x[-64:], y[-rest:]) * rest)
                     looks.append((k, (torch.stack(sums).sum() / len(x)).item()))
                 model.train()
+                print(
+                    f"{k} updates, loss {looks[-1][1]:.4f}, {time.perf_counter() - began:.2f} s",
+                    file=sys.stderr,
+                )
                 if looks[-1][1] <= TARGET:
                     break
         return time.perf_counter() - began, looks
@@ -197,7 +201,7 @@ def run_here(kind: str, path: str, runs: int) -> None:
 
 
 def main() -> None:
-    args = arguments(__doc__, text="input.txt", runs=5, kind="", kinds="graph,full,plain")
+    args = arguments(__doc__, text="input.txt", runs=8, kind="", kinds="graph,plain")
     if args.kind:
         run_here(args.kind, args.text, args.runs)
         return

@@ -19,7 +19,7 @@ def small(monkeypatch, tmp_path):
 
 def test_it_is_of_nanogpts_size():
     with torch.device("meta"):
-        model = example.GPT(65, example.Recipe())
+        model = example.GPT(65)
     assert 10.6e6 <= sum(p.numel() for p in model.parameters()) < 10.7e6
 
 

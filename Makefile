@@ -19,7 +19,7 @@ endif
 .PHONY: run test lint types env suites bench-env clean
 
 run: $(BIN)/.ready
-	$(BIN)/hotloop tune --budget 140s --out tuned examples/digits.py
+	$(BIN)/hotloop tune --budget 130s --out tuned examples/digits.py
 
 test: $(BIN)/.ready
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,4 +1,4 @@
-"""The character GPT of `gpt.py` with what the doctor names repaired: hotloop's lines, resident data, a captured step."""
+"""The character GPT of `gpt.py` with what the doctor names repaired: hotloop's lines, resident data, capture."""
 
 import argparse
 from pathlib import Path

@@ -59,7 +59,10 @@ def tune(
         HotloopError: there is no such script, it makes no Loop or too few steps, or it fails as it is.
     """
     script = Script(target, arguments, module=module)
+    began = time.monotonic()
+    tell("now", "starting")
     with Nursery(script) as nursery:
+        budget_s -= time.monotonic() - began
         climb = Climb(nursery, budget_s=budget_s, exact=exact, seeds=seeds, rungs=rungs, only=only, tell=tell)
         try:
             climb.run()
@@ -299,6 +302,8 @@ class Climb:
         kept = {r.lever: r for r in self.result.kept}
         if rung.settings.get("precision") == "tf32" and "precision" in kept:
             return f"{kept['precision'].name} is kept, which computes with fewer bits than tf32"
+        if rung.settings.get("precision") == "fp16" and kept.get("precision") and rung.lever == "precision":
+            return f"{kept['precision'].name} is kept, which is as fast and needs no loss scale"
         if rung.lever == "capture" and "capture" in kept and kept["capture"].settings["capture"] == "full":
             return "capture=full is kept, which includes it"
         return ""

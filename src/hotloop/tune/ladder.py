@@ -93,7 +93,9 @@ def build_ladder(
     shares = shares or Shares()
     pruned: list[Pruned] = []
     rungs: list[Rung] = []
-    for make in (_precision, _capture, _fused, _layout, _threads, _cudnn, _loader, _micro_batch):
+    # on a CPU the number of threads comes first: where it is wrong, nothing else can be measured well
+    first, last = ((_threads,), ()) if facts["device"] == "cpu" else ((), (_threads,))
+    for make in (*first, _precision, _capture, _fused, _layout, _cudnn, _loader, _micro_batch, *last):
         rungs += make(facts, shares, pruned)
     if exact:
         dropped = [rung.name for rung in rungs if rung.lever == "precision"]
@@ -105,7 +107,12 @@ def build_ladder(
     order = _order(findings)
     why = dict(reversed(order))
     places = {lever: place for place, (lever, _) in reversed(list(enumerate(order)))}
-    ranked = sorted(rungs, key=lambda rung: places.get(rung.lever, len(order)))
+    seen: dict[str, int] = {}
+    choice = {}
+    for rung in rungs:
+        choice[rung.name] = seen[rung.lever] = seen.get(rung.lever, -1) + 1
+    # one rung of each lever before the alternatives to it
+    ranked = sorted(rungs, key=lambda rung: (choice[rung.name] > 0, places.get(rung.lever, len(order))))
     ranked = [
         Rung(r.name, r.settings, r.lever, f"doctor: {why[r.lever]}") if r.lever in why else r for r in ranked
     ]

@@ -104,7 +104,7 @@ def test_it_is_torchs_muon_but_for_rounding(adjust):
         assert torch.equal(ours.state[x]["momentum_buffer"], theirs.state[y]["momentum_buffer"])
 
 
-def test_torchs_state_loads():
+def test_state_goes_to_torchs_muon_and_back():
     theirs = torch.optim.Muon(weights := make_weights(shapes=SHAPES[:3]), lr=0.03, momentum=0.8)
     train(theirs, weights, range(3))
     ours = Muon(weights)
@@ -113,6 +113,11 @@ def test_torchs_state_loads():
     assert ours.param_groups[0]["momentum"] == 0.8
     for w in weights:
         assert torch.equal(ours.state[w]["momentum_buffer"], theirs.state[w]["momentum_buffer"])
+    train(ours, weights, range(3, 5))
+    theirs.load_state_dict(ours.state_dict())
+    train(theirs, weights, range(5, 6))
+    assert all(torch.isfinite(w).all() for w in weights)
+    assert theirs.state[weights[0]]["momentum_buffer"].shape == weights[0].shape
 
 
 @pytest.mark.parametrize("bad", [{0}, {0, 1, 5}, {4}])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from hotloop.kernels.selection import chosen
+from hotloop.kernels.selection import chosen, kernels_wanted
 from hotloop.optim.batch import Batch, Number, as_number, is_tensor, to_dtype
 from hotloop.optim.resident import ResidentOptimizer, check_settings
 
@@ -146,8 +146,8 @@ def _kernel_takes(batch: Batch, group: dict[str, Any]) -> bool:
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether hotloop's kernels are launched on `device`."""
-    if device.type != "cuda":
+    """Whether hotloop's kernels are launched on `device`: CUDA, unless `HOTLOOP_KERNELS=0` is in the environment."""
+    if device.type != "cuda" or not kernels_wanted():
         return False
     from hotloop.kernels import adamw_runs_on
 

@@ -82,14 +82,15 @@ def read_text(path: str, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 def batches(text: torch.Tensor, recipe: Recipe) -> Iterator[torch.Tensor]:
     """Windows [B, T + 1] in random order; each pass over the text is cut at other places."""
+    k, end = 0, 0.0
     for share, T, B in recipe.stages:
-        left, span = round(share * recipe.updates), torch.arange(T + 1, device=text.device)
-        while left > 0:
+        end, span = end + share * recipe.updates, torch.arange(T + 1, device=text.device)
+        while k < round(end):
             starts = torch.randperm(len(text) // T - 1, device=text.device) * T
             starts += torch.randint(T, (), device=text.device)
-            for some in starts.split(B)[: min(left, len(starts) // B)]:
+            for some in starts.split(B)[: min(round(end) - k, len(starts) // B)]:
                 yield text[some[:, None] + span]
-                left -= 1
+                k += 1
 
 
 def make_run(path: str, recipe: Recipe, capture: str = "graph") -> Callable[[int], tuple[float, list]]:
@@ -144,6 +145,5 @@ def make_run(path: str, recipe: Recipe, capture: str = "graph") -> Callable[[int
 if __name__ == "__main__":
     run = make_run(sys.argv[1], Recipe())
     for seed in range(int(sys.argv[2]) if len(sys.argv) > 2 else 1):
-        seconds, looks = run(seed)
-        k, loss = looks[-1]
+        seconds, [*_, (k, loss)] = run(seed)
         print(f"seed {seed}: validation loss {loss:.4f} after {k} updates, {seconds:.2f} s")

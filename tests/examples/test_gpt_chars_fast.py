@@ -39,6 +39,8 @@ def test_batches_follow_the_stages_and_a_pass_sees_each_window_once():
     found = list(example.batches(text, recipe))
     assert [tuple(b.shape) for b in found] == [(6, 9)] * 4 + [(3, 17)] * 6
     assert all(torch.equal(row, torch.arange(row[0], row[0] + len(row))) for b in found for row in b)
+    odd = example.Recipe(updates=13, stages=((0.5, 8, 6), (0.5, 16, 3)))
+    assert [b.shape[1] for b in example.batches(text, odd)] == [9] * 6 + [17] * 7
     # 24 windows of 8 fit: four batches of 6 are one pass
     starts = torch.cat([b[:, 0] for b in found[:4]])
     assert len(set(starts.tolist())) == len(starts)

@@ -51,6 +51,7 @@ class Recipe:
     tta_views: int = 6
     dtype: str = "float16"
     kernels: bool = True
+    muon_kernels: bool = True
     capture: str = "graph"  # eager, graph, compile, full
     keep: tuple[
         tuple[float, float], ...
@@ -148,7 +149,7 @@ class Filters:
         self.norms = torch.tensor([math.sqrt(len(p)) for p in parameters], device=p.device, dtype=p.dtype)
         self.muon = Muon(
             parameters, rate, 0.0, recipe.filter_momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
-            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False, fused=recipe.kernels and p.is_cuda,
+            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False, fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -391,3 +392,23 @@ class Outcome:
     accuracy: float
     plain: float
     seconds: float
+
+
+def muon_agrees() -> bool:
+    """Whether Muon's kernels make here the updates that torch's operations make, within bfloat16's rounding."""
+    found = []
+    for kernels in (True, False):
+        torch.manual_seed(0)
+        parameters = [
+            nn.Parameter(torch.randn(o, i, 3, 3, device="cuda").half().to(memory_format=torch.channels_last))
+            for i, o in ((24, 64), (64, 256), (256, 256))
+        ]
+        start = [p.detach().float().clone() for p in parameters]
+        rate = torch.tensor(0.2, device="cuda")
+        filters = Filters(parameters, rate, Recipe(muon_kernels=kernels))
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn_like(p) * 100
+            filters.step()
+        found.append([p.detach().float() - s for p, s in zip(parameters, start, strict=True)])
+    return all(bool((a - b).norm() < 0.05 * b.norm()) for a, b in zip(*found, strict=True))

@@ -94,6 +94,9 @@ def warm(folder: Path, data: tuple[torch.Tensor, ...], runs: int, peer_runs: int
     return figures
 
 
+CHILDREN = {"eager": COLD, "graph": replace(COLD, capture="graph"), "kernels": BEST}
+
+
 def child(folder: Path, kind: str) -> None:
     """What a cold process does; prints when it had done what, in seconds since the parent started it."""
     marks = {"import torch": time.time()}
@@ -110,7 +113,7 @@ def child(folder: Path, kind: str) -> None:
             replace(COLD, sizes=((sum(e for e, _ in COLD.sizes), 32),)), data
         ).run
     else:
-        trainer = Trainer(BEST if kind == "kernels" else COLD, data)
+        trainer = Trainer(CHILDREN[kind], data)
         trainer.prepare()
         run = trainer.run
     torch.cuda.synchronize()
@@ -131,13 +134,14 @@ def cold(folder: Path, repeats: int) -> list[Figure]:
     figures.append(Figure("floor: import torch, start CUDA", statistics.median(times[1:]), "s"))
     kinds = {
         "hotloop, torch's kernels": "eager",
-        "hotloop, Triton's kernels": "kernels",
+        "hotloop, torch's kernels, a graph": "graph",
+        "hotloop, Triton's kernels, a graph": "kernels",
         "plain PyTorch": "plain",
     }
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for turn in range(repeats):
         for name, kind in kinds.items():
-            if kind == "plain" and turn:
+            if kind != "eager" and turn:
                 continue
             with tempfile.TemporaryDirectory() as cache:
                 env = {
@@ -205,8 +209,8 @@ ABLATION: dict[str, dict[str, Any]] = {
 }
 
 
-def ablation(data: tuple[torch.Tensor, ...], seeds: int, compiled: bool) -> list[Figure]:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+def variants_of(compiled: bool) -> dict[str, dict[str, Any]]:
+    """What the ablation changes, by name."""
     variants = dict(ABLATION)
     epochs = sum(e for e, _ in BEST.sizes)
     if len(BEST.sizes) == 1:
@@ -216,6 +220,11 @@ def ablation(data: tuple[torch.Tensor, ...], seeds: int, compiled: bool) -> list
     if compiled:
         variants["compiled"] = {"capture": "compile", "kernels": False}
         variants["compiled and graph"] = {"capture": "full", "kernels": False}
+    return variants
+
+
+def ablation(data: tuple[torch.Tensor, ...], seeds: int, variants: dict[str, dict[str, Any]]) -> list[Figure]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     figures: list[Figure] = []
     for name, change in variants.items():
         try:
@@ -270,7 +279,7 @@ def main() -> None:
             elif part == "cold":
                 found = cold(args.data, 1 if args.quick else 3)
             else:
-                found = ablation(data, 2 if args.quick else 5, args.compiled)
+                found = ablation(data, 2 if args.quick else 5, variants_of(args.compiled))
         except Exception:
             traceback.print_exc()
             continue

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hotloop.kernels import muon
 from hotloop.kernels.language import runs_on
 from hotloop.kernels.muon import (
     muon_apply,
@@ -117,6 +118,17 @@ def test_kernels_are_their_twins(shape, gradient, kind):
     bound = 2e-3 if kind == torch.float16 else 2e-6
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+
+
+@interpreted
+def test_many_sums_of_squares_are_added_first(monkeypatch):
+    monkeypatch.setattr(muon, "_MOST_PARTIALS", 1)
+    results = []
+    for gather in (muon_gather, muon_gather_eager):
+        gradients, means = make((65, 70)), make((65, 70), seed=1)
+        results.append([gather(gradients, means, momentum=0.9, dtype=torch.float32), *means])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
 
 
 @interpreted

@@ -112,7 +112,7 @@ def graph_loop(monkeypatch):
         return self._recorder
 
     monkeypatch.setattr(capturing.LoopHost, "recorder", recorder)
-    monkeypatch.setattr(loop_module, "find_mode", lambda chosen, device: chosen)
+    monkeypatch.setattr(capturing, "find_mode", lambda chosen, device: chosen)
 
     def make(**settings):
         settings.setdefault("record", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hotloop.errors import SettingError
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.session import Session
 from hotloop.loop.updates import ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim import masters_of
+from hotloop.settings import SETTINGS, Settings
 from hotloop.state import HostState, Pace, ResidentState
 
 if TYPE_CHECKING:
-    from hotloop.capture import Recorder
+    from hotloop.capture import Buckets, Recorder
 
-__all__ = ["LoopHost"]
+__all__ = ["LoopHost", "find_mode"]
 
 # The first calls are real steps, run eagerly: lazy state of optimizers, libraries and autograd is made in them.
 _WARM_CALLS = 3
@@ -58,8 +61,57 @@ class LoopHost:
         self._rated: list[Any] = []
         self._own_rates: dict[tuple[int, int], torch.Tensor] = {}
         self._places: dict[torch.Tensor, torch.Tensor] = {}
+        self._scalars: dict[str, torch.Tensor] = {}
         self.eager = False
         self.warm_calls = _WARM_CALLS
+
+    def capture(
+        self,
+        function: Callable[..., Any] | None,
+        settings: Settings,
+        mode: str | None,
+        outputs: str,
+        buckets: Buckets | None,
+        pool_bytes: int | None,
+        check_every: int | None,
+    ) -> Any:
+        """See `Loop.capture`."""
+        chosen = settings["capture"] if mode is None else SETTINGS["capture"].check(mode)
+        if settings.sources["capture"] == "HOTLOOP_OVERRIDE":
+            chosen = settings["capture"]
+        wanted, chosen = chosen, find_mode(chosen, self.device)
+        if wanted not in ("auto", chosen):
+            self.say(f'capture="{wanted}": {self.device} records no graphs, so it is "{chosen}" here')
+        if outputs not in ("clone", "static"):
+            raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
+        for name, number in (("pool_bytes", pool_bytes), ("check_every", check_every)):
+            if number is not None and number < 1:
+                raise SettingError(f"capture({name}={number}): it has to be at least 1, or None")
+        from hotloop.capture import CapturedStep
+
+        make = functools.partial(
+            CapturedStep,
+            host=self,
+            mode=chosen,
+            outputs=outputs,
+            buckets=buckets,
+            pool_bytes=pool_bytes,
+            check_every=check_every,
+        )
+        return make if function is None else make(function)
+
+    def scalar(self, name: str, value: float | None) -> torch.Tensor:
+        """See `Loop.scalar`."""
+        held = self._scalars.get(name)
+        if held is None:
+            if value is None:
+                raise SettingError(
+                    f"loop.scalar({name!r}) has no value yet; set it before the step that reads it"
+                )
+            held = self._scalars[name] = torch.tensor(float(value), device=self.device)
+        elif value is not None:
+            held.fill_(value)
+        return held
 
     def modules(self) -> list[nn.Module]:
         """Prepared modules."""
@@ -212,6 +264,15 @@ class LoopHost:
             self._window.put_marks(window_before)
             for updates, marks in zip(resident, before, strict=True):
                 updates.put_host_marks(marks)
+
+
+def find_mode(chosen: str, device: torch.device) -> str:
+    """The capture mode for `device`: no graphs on a CPU, so compiled forwards are what is left of "full"."""
+    if chosen == "auto":
+        return "auto" if device.type == "cuda" else "off"
+    if device.type == "cpu":
+        return {"graph": "off", "full": "compile"}.get(chosen, chosen)
+    return chosen
 
 
 def _own_tensors(thing: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:

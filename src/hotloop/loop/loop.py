@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,13 +18,14 @@ from hotloop.hardware.processes import find_local_rank, find_processes
 from hotloop.loop.capturing import LoopHost
 from hotloop.loop.course import Course
 from hotloop.loop.every import Every
+from hotloop.loop.explaining import explain
 from hotloop.loop.faults import Faults
 from hotloop.loop.machine import MachineUse
 from hotloop.loop.modules import binding_of
 from hotloop.loop.observing import OBSERVERS
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.saving import Saver
-from hotloop.loop.session import Session
+from hotloop.loop.session import Session, sinks_of
 from hotloop.loop.updates import updates_of
 from hotloop.loop.window import Weight, Window
 from hotloop.metrics import Sink
@@ -35,13 +35,13 @@ from hotloop.parallel import collectives
 from hotloop.parallel.plan import Plan
 from hotloop.precision import Precision, autocast_context, find_precision
 from hotloop.seeds import seed_everything
-from hotloop.settings import SETTINGS, find_settings
+from hotloop.settings import find_settings
 from hotloop.state import HostState, LossScale, ResidentState
 
 if TYPE_CHECKING:
     from hotloop.capture import Buckets
 
-__all__ = ["Loop", "find_mode", "make_state"]
+__all__ = ["Loop", "make_state"]
 
 StrPath = str | os.PathLike[str]
 
@@ -111,13 +111,6 @@ class Loop:
         }
         if parallel is not None and not isinstance(parallel, Plan):
             raise SettingError(f"parallel={parallel!r} is no hotloop.Plan; leave it out for data parallelism")
-        sinks: list[Any] = [trackers] if hasattr(trackers, "write_rows") else list(trackers)
-        for tracker in sinks:
-            if not hasattr(tracker, "write_rows") or not hasattr(tracker, "close"):
-                raise SettingError(
-                    f"trackers={tracker!r} is no tracker: give objects such as hotloop.metrics.TensorBoard(folder), "
-                    "with write_rows(rows) and close()"
-                )
         self.settings = find_settings(given, settings, machine_kind)
         self.device = find_device(self.settings["device"], local_rank=find_local_rank())
         self.processes = find_processes(self.device.type)
@@ -153,7 +146,7 @@ class Loop:
             settings=self.settings,
             precision=self.precision.options(),
             config=config,
-            trackers=sinks,
+            trackers=sinks_of(trackers),
             clock=lambda: (self.updates, max(self._course.epoch, 0)),
             samples=lambda: self._course.samples_seen(),
         )
@@ -189,14 +182,8 @@ class Loop:
         self._faults.preparer = lambda: self._preparer
         self._updates = self._preparer.updates
         self._host = LoopHost(
-            self.device,
-            self._preparer,
-            self._window,
-            self._state,
-            self._session,
-            self._course.remaining,
+            self.device, self._preparer, self._window, self._state, self._session, self._course.remaining
         )
-        self._scalars: dict[str, torch.Tensor] = {}
         self._saver = Saver(
             self._preparer.registry,
             window=self._window,
@@ -387,29 +374,7 @@ class Loop:
         >>> double(torch.ones(1))
         tensor([2.])
         """
-        chosen = self.settings["capture"] if mode is None else SETTINGS["capture"].check(mode)
-        if self.settings.sources["capture"] == "HOTLOOP_OVERRIDE":
-            chosen = self.settings["capture"]
-        wanted, chosen = chosen, find_mode(chosen, self.device)
-        if wanted not in ("auto", chosen):
-            self._say(f'capture="{wanted}": {self.device} records no graphs, so it is "{chosen}" here')
-        if outputs not in ("clone", "static"):
-            raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
-        for name, number in (("pool_bytes", pool_bytes), ("check_every", check_every)):
-            if number is not None and number < 1:
-                raise SettingError(f"capture({name}={number}): it has to be at least 1, or None")
-        from hotloop.capture import CapturedStep
-
-        make = functools.partial(
-            CapturedStep,
-            host=self._host,
-            mode=chosen,
-            outputs=outputs,
-            buckets=buckets,
-            pool_bytes=pool_bytes,
-            check_every=check_every,
-        )
-        return make if function is None else make(function)
+        return self._host.capture(function, self.settings, mode, outputs, buckets, pool_bytes, check_every)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -428,16 +393,7 @@ class Loop:
         Raises:
             SettingError: it is read before it was set.
         """
-        held = self._scalars.get(name)
-        if held is None:
-            if value is None:
-                raise SettingError(
-                    f"loop.scalar({name!r}) has no value yet; set it before the step that reads it"
-                )
-            held = self._scalars[name] = torch.tensor(float(value), device=self.device)
-        elif value is not None:
-            held.fill_(value)
-        return held
+        return self._host.scalar(name, value)
 
     @property
     def updates(self) -> int:
@@ -594,23 +550,15 @@ class Loop:
 
     def explain(self) -> str:
         """What this loop does and decided by itself, as a text of a few lines."""
-        lines = [
-            f"device     {self.device}",
-            f"processes  {self.processes.world} (this is {self.processes.rank})",
-            f"precision  {self.precision}",
-            f"window     {self._window.every} micro-batch(es) an update",
-            f"nonfinite  {self._state.nonfinite}",
-        ]
-        for layers in self._preparer.float8:
-            lines += [f"fp8        {name}" for name in layers.chosen]
-            lines += [f"not fp8    {name}: {reason}" for name, reason in layers.kept.items()]
-        lines += [
-            f"{name:10} from {source}"
-            for name, source in self.settings.sources.items()
-            if source != "default"
-        ]
-        lines += [f"record     {self._session.folder}"] if self._session.folder else []
-        return "\n".join(lines + [f"- {note}" for note in self._session.notes.lines])
+        return explain(
+            self.device,
+            self.processes,
+            self.precision,
+            self.settings,
+            self._window.every,
+            self._preparer.float8,
+            self._session,
+        )
 
     def end_training(self) -> None:
         """Write out everything: saves in flight, logged values, the record. The loop is over."""
@@ -644,12 +592,3 @@ def make_state(device: torch.device, nonfinite: str, *, scaled: bool) -> HostSta
     if device.type == "cpu" and not scaled:
         return HostState(nonfinite)
     return ResidentState(device, nonfinite, scale=LossScale(device) if scaled else None)
-
-
-def find_mode(chosen: str, device: torch.device) -> str:
-    """The capture mode for `device`: no graphs on a CPU, so compiled forwards are what is left of "full"."""
-    if chosen == "auto":
-        return "auto" if device.type == "cuda" else "off"
-    if device.type == "cpu":
-        return {"graph": "off", "full": "compile"}.get(chosen, chosen)
-    return chosen

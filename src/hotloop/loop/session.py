@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hotloop.errors import HotloopError, NonFiniteError
+from hotloop.errors import HotloopError, NonFiniteError, SettingError
 from hotloop.hardware.processes import Processes
 from hotloop.loop.notebook import Cell, current_cell
 from hotloop.loop.notes import Notes
@@ -23,7 +23,25 @@ from hotloop.settings import Settings
 if TYPE_CHECKING:
     from hotloop.runs import Record
 
-__all__ = ["Session"]
+__all__ = ["Session", "sinks_of"]
+
+
+def sinks_of(trackers: Sequence[Sink] | Sink) -> list[Sink]:
+    """One or several trackers as a list.
+
+    Raises:
+        SettingError: one of them is none.
+    """
+    sinks: list[Any] = (
+        [trackers] if hasattr(trackers, "write_rows") else list(trackers)
+    )
+    for tracker in sinks:
+        if not hasattr(tracker, "write_rows") or not hasattr(tracker, "close"):
+            raise SettingError(
+                f"trackers={tracker!r} is no tracker: give objects such as hotloop.metrics.TensorBoard(folder), "
+                "with write_rows(rows) and close()"
+            )
+    return sinks
 
 
 @dataclass

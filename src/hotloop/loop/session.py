@@ -32,9 +32,7 @@ def sinks_of(trackers: Sequence[Sink] | Sink) -> list[Sink]:
     Raises:
         SettingError: one of them is none.
     """
-    sinks: list[Any] = (
-        [trackers] if hasattr(trackers, "write_rows") else list(trackers)
-    )
+    sinks: list[Any] = [trackers] if hasattr(trackers, "write_rows") else list(trackers)
     for tracker in sinks:
         if not hasattr(tracker, "write_rows") or not hasattr(tracker, "close"):
             raise SettingError(

@@ -149,10 +149,11 @@ class PlainRun:
         )  # fmt: skip
         buffers = [torch.zeros_like(p) for p in filters]
         x = self.normal(self.train_images)
-        patches = F.unfold(x[:1000].float(), 2).transpose(1, 2).reshape(-1, 12)
+        patches = x[:1000].float().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
         scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
-        net.whiten.weight.data.copy_(torch.cat((scaled, -scaled)))
+        more = scaled[12 - (r.features - 24) // 2 :] * r.again
+        net.whiten.weight.data.copy_(torch.cat((scaled, -scaled, more, -more)))
         x = torch.where((torch.rand(len(x), device=self.device) < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
         padded = F.pad(x, (r.translate,) * 4, "reflect")
         per_epoch = len(x) // r.batch

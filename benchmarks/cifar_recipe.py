@@ -149,7 +149,8 @@ class Filters:
         self.norms = torch.tensor([math.sqrt(len(p)) for p in parameters], device=p.device, dtype=p.dtype)
         self.muon = Muon(
             parameters, rate, 0.0, recipe.filter_momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
-            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False, fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
+            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False,
+            fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
         )  # fmt: skip
 
     def reset(self) -> None:

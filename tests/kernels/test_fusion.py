@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotloop.kernels import rewrite
+from hotloop.kernels import compile_fused, fusion, rewrite
 
 
 class Block(nn.Module):
@@ -152,3 +152,24 @@ def test_outputs_that_matrix_units_do_not_like_are_padded(bias):
     assert after[0].is_contiguous()
     assert rewrite(found_graph(model, x), anywhere) == 0
     assert rewrite(found_graph(Head(64).bfloat16(), x.detach().bfloat16()), anywhere) == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_rewriting_that_fails_leaves_the_graph_as_it_was(monkeypatch):
+    from torch._inductor import compile_fx
+
+    seen = []
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda graph_module, _: seen.append(str(graph_module.graph))
+    )
+
+    def broken(graph_module):
+        rewrite(graph_module, anywhere)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(fusion, "rewrite", broken)
+    graph_module = found_graph(Net(), torch.randn(3, 5, 24))
+    before = str(graph_module.graph)
+    with pytest.warns(RuntimeWarning, match="RuntimeError: no such kernel"):
+        compile_fused(graph_module, [])
+    assert seen == [before]

@@ -8,6 +8,7 @@ bias is added in float32 to the 16-bit product, not inside it.
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections.abc import Callable
@@ -31,14 +32,26 @@ _WIDEST_NORM = 8192
 
 
 def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
-    """A backend for `torch.compile`: `rewrite`, then Inductor."""
+    """A backend for `torch.compile`: `rewrite`, then Inductor; the graph as it was where that fails, with a warning."""
     from torch._inductor.compile_fx import compile_fx
 
-    rewrite(graph_module)
+    before = copy.deepcopy(graph_module.graph)
     with warnings.catch_warnings():
         # which precision matrix units use is the loop's to say, and has been said
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        compiled: Any = compile_fx(graph_module, inputs)
+        try:
+            rewrite(graph_module)
+            compiled: Any = compile_fx(graph_module, inputs)
+        except Exception as failure:
+            graph_module.graph = before
+            graph_module.recompile()
+            warnings.warn(
+                f"hotloop's kernels are left out of a compiled model: {type(failure).__name__}: "
+                f"{str(failure).splitlines()[0] if str(failure) else ''}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            compiled = compile_fx(graph_module, inputs)
     return compiled
 
 

@@ -133,6 +133,27 @@ def test_relative_rates_chain_with_others():
         step(optimizer, chain)
 
 
+@pytest.mark.parametrize("restore", [True, False])
+@pytest.mark.parametrize("by_hand", [1.0, 0.5])
+def test_a_state_loaded_again_gives_the_same_rates(restore, by_hand):
+    """Whether the optimizer's own state comes back after it, or the groups still hold the rates of the run before."""
+    optimizer = make()
+    scheduler = rates.linear(1.0, 0.25, 6).scheduler(optimizer, relative=True)
+    at_start, groups = scheduler.state_dict(), optimizer.state_dict()
+    for run in range(2):
+        for k in range(4):
+            if k or not run or restore:
+                wanted = [lr * (1 - k / 8) * (by_hand if k > 2 else 1.0) for lr in (0.1, 0.02)]
+                assert lrs(optimizer) == pytest.approx(wanted)
+            if k == 2:
+                for group in optimizer.param_groups:
+                    group["lr"] *= by_hand
+            step(optimizer, scheduler)
+        scheduler.load_state_dict(at_start)
+        if restore:
+            optimizer.load_state_dict(groups)
+
+
 def test_inside_torchs_sequential():
     optimizer = make()
     rate = rates.exponential(0.2, 0.5)

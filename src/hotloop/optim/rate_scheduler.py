@@ -83,6 +83,8 @@ class RateScheduler(LRScheduler):
         self._at = (0, 0.0)
         self._factors = [1.0] * len(groups)
         self._set: list[float | None] = [None] * len(groups)
+        # learning rates in force when a state was loaded: where they still are, nobody has changed them since
+        self._stale: list[Any] = [None] * len(groups)
         super().__init__(optimizer, last_epoch)
 
     @property
@@ -144,9 +146,10 @@ class RateScheduler(LRScheduler):
 
     def _note_others(self, i: int, lr: Any) -> None:
         """What anybody else has multiplied the learning rate by since it was set here."""
-        mine = self._set[i]
+        mine, stale = self._set[i], self._stale[i]
+        self._stale[i] = None
         # reading a tensor could wait for its device; after a zero nothing can be told
-        if mine and not isinstance(lr, torch.Tensor) and lr != mine and math.isfinite(lr):
+        if mine and not isinstance(lr, torch.Tensor) and lr not in (mine, stale) and math.isfinite(lr):
             self._factors[i] *= lr / mine
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +164,11 @@ class RateScheduler(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Put back what `state_dict` returned; the groups keep their rates until the next `step`, as in torch."""
+        self._stale = [
+            None if isinstance(group["lr"], torch.Tensor) else group["lr"]
+            for group in self.optimizer.param_groups
+        ]
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["_step_count"]
         self._last_lr = list(state_dict["_last_lr"])

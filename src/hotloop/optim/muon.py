@@ -27,6 +27,8 @@ __all__ = ["Muon"]
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
 _SCALES = ("original", "match_rms_adamw", "none")
+# What `fused=None` means for matrices on a CUDA device: the kernels are compiled by the first step that uses them.
+_KERNELS_BY_DEFAULT = False
 # of one stack: what is held beside it is several times as much
 _MOST_ELEMENTS = 2**27
 
@@ -54,7 +56,8 @@ class Muon(ResidentOptimizer):
             are called `lr`, `betas`, `eps` and `weight_decay`.
         ns_dtype: dtype of the products; None for bfloat16 on a CUDA device and the weights' own elsewhere.
         maximize: climb instead of descend.
-        fused: True for hotloop's kernels, on a CUDA device; of AdamW's groups as there.
+        fused: True for hotloop's kernels on a CUDA device, else torch's products and multi-tensor kernels; for groups
+            of AdamW's as there.
         master: keep float32 masters of 16-bit parameters; None (and True) keep them, False does not.
 
     Raises:
@@ -193,7 +196,8 @@ class Muon(ResidentOptimizer):
 
     def _kernels_take(self, batch: Batch, group: dict[str, Any]) -> bool:
         """Whether hotloop's kernels run there and know tensors such as these."""
-        if not group["fused"] or not kernels_run_on(batch.device):
+        fused = _KERNELS_BY_DEFAULT if group["fused"] is None else group["fused"]
+        if not fused or not kernels_run_on(batch.device):
             return False
         return (
             batch.dtype in (torch.float32, torch.bfloat16, torch.float16)

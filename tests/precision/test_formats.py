@@ -103,6 +103,7 @@ def test_names_of_the_peers(alias, name):
 
 
 def test_options_settle_to_one_form():
+    assert hotloop.Precision is Precision
     assert Precision("bf16", weights="bf16", master="fp32") == Precision("bf16-true")
     assert Precision("bf16", weights="fp32") == Precision("bf16")
     assert Precision("bf16-true", master="none").master == "none"

@@ -19,7 +19,7 @@ from typing import Any
 
 from hotloop.tune.rung import Rung
 from hotloop.tune.student import t_quantile
-from hotloop.tune.trial import Nursery, Trial, TrialError, TrialOverError
+from hotloop.tune.trial import Nursery, Script, Trial, TrialError, TrialOverError
 
 __all__ = ["LEAST_GAIN", "LOOKS", "Contender", "Gain", "compare", "interval", "is_hopeless", "judge"]
 
@@ -84,7 +84,15 @@ class Contender:
         memory_bytes: its peak. slices: times of all stretches, seconds per step.
     """
 
-    def __init__(self, nursery: Nursery, rungs: Sequence[Rung], *, warm_up: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        rungs: Sequence[Rung],
+        *,
+        warm_up: int,
+        seed: int | None,
+        script: Script | None = None,
+    ) -> None:
         self.rungs = list(rungs)
         self.warm_up = warm_up
         self.facts: dict[str, Any] = {}
@@ -95,6 +103,7 @@ class Contender:
         self.waited_share = 0.0
         self._nursery = nursery
         self.seed = seed
+        self._script = script
         self._trial: Trial | None = None
         self._skip = 0
 
@@ -105,7 +114,9 @@ class Contender:
             TrialError: it crashed or hung.
             TrialOverError: the script is over before it is warm.
         """
-        self._trial = self._nursery.start(self.rungs, "measure", warm_up=self.warm_up, seed=self.seed)
+        self._trial = self._nursery.start(
+            self.rungs, "measure", script=self._script, warm_up=self.warm_up, seed=self.seed
+        )
         ready = self._trial.hear("ready", limit_s)
         facts = ready["facts"]
         if not self.facts:

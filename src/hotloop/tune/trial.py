@@ -156,8 +156,9 @@ class Nursery:
                 self._process.stdout.close()
         self._temporary.cleanup()
 
-    def start(self, rungs: Sequence[Rung], mode: str, **more: Any) -> Trial:
-        """A trial with the settings of `rungs`; `mode` and `more` are for the probe."""
+    def start(self, rungs: Sequence[Rung], mode: str, *, script: Script | None = None, **more: Any) -> Trial:
+        """A trial with the settings of `rungs`, of another script if given; `mode` and `more` are for the probe."""
+        script = script or self.script
         self.started += 1
         number = self.started
         settings, environment, setups = join(list(rungs))
@@ -170,9 +171,9 @@ class Nursery:
         listener.listen(1)
         specification = {
             "number": number,
-            "target": self.script.target,
-            "arguments": self.script.arguments,
-            "module": self.script.module,
+            "target": script.target,
+            "arguments": script.arguments,
+            "module": script.module,
             "cwd": os.getcwd(),
             "socket": str(path),
             "log": str(self.folder / f"{number}.log"),

@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["VERB"]
 
 _SUMMARY = "say why a run is slow: on which line, and what the repair is worth"
-_USAGE = """hotloop doctor [options] TRACE
+_USAGE = """hotloop doctor [options] TRACE|RUN
        hotloop doctor [options] SCRIPT.py [ARGUMENT ...]
        hotloop doctor [options] -m MODULE [ARGUMENT ...]"""
 _EPILOG = """TRACE is what torch.profiler exported: .json, .json.gz, .json.zst, a .tar.gz or a folder of ranks.
 SCRIPT is run to its end, unchanged; a short window of its steps is recorded (the script's optimizer marks
-them), and the report follows on stderr. The exit status is the script's.
+them), and the report follows on stderr. The exit status is the script's. A run that the script records keeps
+the report, too: RUN is its folder or name.
 `# hotloop: ignore[host-sync]` on a line silences that rule there.
 
 examples:
   hotloop doctor trace.json.gz                       what is slow, ranked by seconds
   hotloop doctor trace.json.gz --html report.html    the same as a page, with a timeline
   hotloop doctor before.json --against after.json    two traces compared
+  hotloop doctor train.py --against RUN              this run with one that was watched before
   hotloop doctor traces/ --json | jq .verdict        all ranks of a run
   hotloop doctor train.py --epochs 1                 run and watch a script
   hotloop doctor -n 2 train.py                       two processes, one window on both
@@ -77,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="a folder that all machines see: the ranks of all of them leave their traces there",
     )
-    parser.add_argument("--against", metavar="TRACE", help="compare with this one")
+    parser.add_argument(
+        "--against", metavar="TRACE", help="compare with this one: a trace, a run, or what --json printed"
+    )
     parser.add_argument("--json", action="store_true", help="print it machine-readable")
     parser.add_argument("--html", metavar="FILE", help="also write a page with a timeline, for a browser")
     parser.add_argument(
@@ -103,18 +107,31 @@ def _run(arguments: list[str]) -> int:
         parser.error("there is no TRACE to read")
     from hotloop.doctor import report
 
-    trace = _read(rest[0])
-    facts = report.gather_facts(trace)
-    if options.html:
-        publish_text(options.html, report.make_html(trace, facts))
-    if options.overlay:
-        publish_text(options.overlay, report.make_overlay(trace))
+    facts = report.load_report(rest[0])
+    if facts is None:
+        trace = _read(rest[0])
+        facts = report.gather_facts(trace)
+        if options.html:
+            publish_text(options.html, report.make_html(trace, facts))
+        if options.overlay:
+            publish_text(options.overlay, report.make_overlay(trace))
+    elif options.html or options.overlay:
+        raise HotloopError(f"{rest[0]} is a report without its trace: --html and --overlay need the trace")
     if options.against:
-        comparison = report.compare_facts(facts, report.gather_facts(_read(options.against)))
-        print(_dump(comparison) if options.json else report.format_comparison(comparison))
-        return 0
+        return _compare(facts, options)
     print(_dump(facts) if options.json else report.format_page(facts, colour=_colours()))
     return 0
+
+
+def _compare(facts: dict[str, Any], options: argparse.Namespace, *, status: int = 0, file: Any = None) -> int:
+    from hotloop.doctor import report
+
+    other = report.load_report(options.against)
+    comparison = report.compare_facts(facts, other or report.gather_facts(_read(options.against)))
+    print(
+        _dump(comparison) if options.json else report.format_comparison(comparison), file=file or sys.stdout
+    )
+    return status
 
 
 def _watch(options: argparse.Namespace, rest: list[str]) -> int:
@@ -150,6 +167,9 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
         publish_text(options.html, report.make_html(watched.trace, facts))
     if options.overlay:
         publish_text(options.overlay, report.make_overlay(watched.trace))
+    report.keep_in_runs(facts)
+    if options.against:
+        return _compare(facts, options, status=watched.status, file=sys.stderr)
     print(_dump(facts) if options.json else report.format_page(facts), file=sys.stderr)
     return watched.status
 
@@ -214,6 +234,9 @@ def _list_stalls(target: str, rest: list[str], *, module: bool, as_json: bool) -
             f"outside the steps, where it does not matter: {len(virtual.stalls) - len(stalls)} more",
             file=sys.stderr,
         )
+    others = [stopper for stopper in virtual.stoppers if not stopper.why.startswith("waits")]
+    if others:
+        print("besides, a step could not be captured as it is:", *others, sep="\n", file=sys.stderr)
     return virtual.status
 
 

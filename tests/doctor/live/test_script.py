@@ -46,12 +46,14 @@ def test_output_status_and_results_are_the_scripts_own(script: Path) -> None:
     assert "__main__ ['40', '--json']" in watched.stdout
     assert "No device took part: this is a recording of the CPU alone." in watched.stderr
     assert "steady steps" in watched.stderr
+    assert "USDT:" not in watched.stderr
 
 
 def test_a_module_and_the_json_report(script: Path) -> None:
     done = run("-m", "hotloop", "doctor", "--json", "--steps", "4", "-m", "train", "30", cwd=script.parent)
     assert done.returncode == 7
-    assert '"steps": 3' in done.stderr or '"steps": 4' in done.stderr
+    # of four steps the first is left out, and on a busy machine slow ones at the ends
+    assert any(f'"steps": {number}' in done.stderr for number in (1, 2, 3, 4))
     assert "__main__ ['30']" in done.stdout
 
 

@@ -7,6 +7,8 @@ tensors cannot be mixed with those of the host and leave the device only by call
 
 from __future__ import annotations
 
+import linecache
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -204,6 +206,7 @@ class Dispatch(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.made = 0
+        self._arrived: dict[tuple[str, int], Counter[tuple[int, ...]]] = {}
 
     @classmethod
     def current(cls) -> Dispatch:
@@ -297,8 +300,23 @@ class Dispatch(TorchDispatchMode):
         if not to_device:
             # into new memory, which is pageable: it waits, whatever was asked for
             self.log.note("to the host")
-        elif source.numel() and not (non_blocking and is_pinned(source)):
+            return
+        place = self.log.place()
+        if place is not None:
+            self._arrived.setdefault(place, Counter())[tuple(source.shape)] += 1
+        if source.numel() and not (non_blocking and is_pinned(source)):
             self.log.note("to the device")
+
+    def changing_shapes(self) -> list[tuple[str, int, str, str]]:
+        """(file, line, text, why) of the lines that bring tensors of several shapes over, again and again."""
+        found = []
+        for (file, line), shapes in self._arrived.items():
+            # a line that brings many tensors once, such as a model's, is no batch
+            if len(shapes) > 1 and sum(shapes.values()) >= 2 * len(shapes) and max(shapes.values()) > 1:
+                some = ", ".join(str(list(shape)) for shape, _ in shapes.most_common(3))
+                why = f"brings {len(shapes)} shapes ({some}), each a recording of its own: drop_last=True, or pad"
+                found.append((file, line, linecache.getline(file, line).strip(), why))
+        return found
 
 
 def _any_there(values: Any) -> bool:

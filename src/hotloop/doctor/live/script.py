@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hotloop.doctor.live.gathering import find_gathering
 from hotloop.doctor.live.stall_log import Stall
+from hotloop.doctor.live.stoppers import Stopper
 from hotloop.doctor.live.watch import Watch
 from hotloop.doctor.live.windows import read_windows
 from hotloop.doctor.recorded import Trace
@@ -37,12 +38,14 @@ class Watched:
         trace: the recorded window, its findings placed by the window with stacks; None if the script ended before. Of
             several processes the first one has it, with all of them in its `ranks`.
         tells: False in a process whose windows another one reports.
+        stoppers: what would keep a step from being captured, of this process.
     """
 
     status: int
     steps: int
     trace: Trace | None
     tells: bool = True
+    stoppers: tuple[Stopper, ...] = ()
 
 
 def run_watched(
@@ -72,7 +75,8 @@ def run_watched(
     with _as_script(target, arguments, module=module), Watch(skip=skip, active=active) as watch:
         status = _run(target, module=module)
     if gathering is None:
-        return Watched(status, watch.steps, read_windows(watch.files, watch.make_notes(), target))
+        trace = read_windows(watch.files, watch.make_notes(), target)
+        return Watched(status, watch.steps, trace, stoppers=watch.stoppers())
     gathering.leave(watch.files, watch.make_notes())
     if not gathering.tells:
         return Watched(status, watch.steps, None, tells=False)
@@ -86,7 +90,7 @@ def run_watched(
     gathering.close()
     for trace in traces:
         trace.ranks = tuple(traces)
-    return Watched(status, watch.steps, traces[0] if traces else None)
+    return Watched(status, watch.steps, traces[0] if traces else None, stoppers=watch.stoppers())
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Virtual:
         status: the script's own exit status. stalls: lines that would wait, the most frequent first.
         on_device: whether the script used the virtual GPU; else stalls were found by following its parameters.
         broke: why the virtual GPU could not run the script, which then ran again on the CPU; "" if it could.
-        steps: the script's steps.
+        steps: the script's steps. stoppers: what would keep a step from being captured.
     """
 
     status: int
@@ -105,6 +109,7 @@ class Virtual:
     on_device: bool
     broke: str = ""
     steps: int = 0
+    stoppers: tuple[Stopper, ...] = ()
 
 
 def run_virtually(
@@ -141,7 +146,12 @@ def run_virtually(
         again = run_virtually(target, arguments, module=module, device=False)
         return replace(again, broke=told["broke"])
     return Virtual(
-        told["status"], [Stall(**stall) for stall in told["stalls"]], told["device"], "", told["steps"]
+        told["status"],
+        [Stall(**stall) for stall in told["stalls"]],
+        told["device"],
+        "",
+        told["steps"],
+        tuple(Stopper(**stopper) for stopper in told["stoppers"]),
     )
 
 

@@ -14,6 +14,8 @@ from types import FrameType
 
 import torch
 
+from hotloop.doctor.trace.places import silenced
+
 __all__ = ["Stall", "StallLog", "users_frame"]
 
 _SIZES = frozenset(
@@ -91,26 +93,32 @@ class StallLog:
         self._seen: Counter[tuple[str, int, str]] = Counter()
         self._last: dict[tuple[str, int, str], tuple[int, int]] = {}
 
-    def note(self, op: str) -> None:
-        """The caller stands where a GPU would have to be waited for."""
+    def place(self) -> tuple[str, int] | None:
+        """File and line of the program's own that the caller works for."""
         frame = users_frame(sys._getframe(1))
         if frame is None and threading.current_thread() is not threading.main_thread():
             # a thread of autograd works for the line that the main thread stands in
             frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
-        if frame is not None:
-            key = (frame.f_code.co_filename, frame.f_lineno, op)
+        return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+    def note(self, op: str) -> None:
+        """The caller stands where a GPU would have to be waited for."""
+        place = self.place()
+        if place is not None:
+            key = (*place, op)
             self._seen[key] += 1
             step, steps = self._last.get(key, (-1, 0))
             self._last[key] = (self.steps, steps + (step != self.steps))
 
     def stalls(self) -> list[Stall]:
-        """What would wait, the most frequent first."""
-        return [
+        """What would wait, the most frequent first; without the lines that say it is meant to."""
+        found = [
             Stall(
                 *key[:2], linecache.getline(*key[:2]).strip(), key[2], count, self.steps, self._last[key][1]
             )
             for key, count in self._seen.most_common()
         ]
+        return [stall for stall in found if not silenced(stall.text) & {"host-sync", "blocking-copy"}]
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:

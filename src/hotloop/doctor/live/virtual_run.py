@@ -21,6 +21,7 @@ from hotloop.doctor.live.device_tensor import Dispatch, make_device
 from hotloop.doctor.live.script import run_script, show_exception
 from hotloop.doctor.live.stall_log import StallLog, users_frame
 from hotloop.doctor.live.steps import StepMarks
+from hotloop.doctor.live.stoppers import Stopper, find_stoppers, optimizer_stopper
 from hotloop.doctor.live.virtual import VirtualDevice
 
 __all__ = ["main"]
@@ -39,7 +40,7 @@ def main() -> int:
 
     broke, there = "", False
     with ExitStack() as stack:
-        stack.enter_context(StepMarks(count))
+        marks = stack.enter_context(StepMarks(count))
         there = how == "device" and make_device()
         if there:
             redirect_cuda(dispatch.log)
@@ -56,12 +57,17 @@ def main() -> int:
                 show_exception(error)
     sys.stdout.flush()
     log = dispatch.log if dispatch.made else taint.log
+    waits = [(stall.file, stall.line, stall.why) for stall in log.stalls() if stall.recurs]
+    stoppers = find_stoppers(marks.place, waits)
+    stoppers += [s for each in marks.optimizers.values() if (o := each()) and (s := optimizer_stopper(o))]
+    stoppers += [Stopper(file, line, text, why) for file, line, text, why in dispatch.changing_shapes()]
     told = {
         "status": status,
         "device": bool(dispatch.made),
         "broke": broke,
         "steps": log.steps,
         "stalls": [asdict(stall) for stall in log.stalls()],
+        "stoppers": [asdict(stopper) for stopper in stoppers],
     }
     Path(answer).write_text(json.dumps(told))
     return status

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 
 from hotloop.doctor.live.pace import StepClock, measure_event_cost, measure_link
 from hotloop.doctor.live.steps import StepMarks
+from hotloop.doctor.live.stoppers import Stopper, find_stoppers, optimizer_stopper
 from hotloop.doctor.live.windows import Notes
 from hotloop.stalls import Sync, record_syncs
 
@@ -70,7 +74,8 @@ class Watch:
             self._left -= 1
             if self._left > 0:
                 begun = time.perf_counter()
-                self._profiler.step()
+                with _without_notices() if self._left == self.active else contextlib.nullcontext():
+                    self._profiler.step()
                 if len(self._done) == 1:
                     self._mark_s.append(time.perf_counter() - begun)
             else:
@@ -103,11 +108,13 @@ class Watch:
         )
         if stacks and cuda:
             self.syncs = self._stack.enter_context(record_syncs(torch.device("cuda"), copies=True))
-        self._profiler.start()
+        with _without_notices():
+            self._profiler.start()
 
     def _end_window(self) -> None:
         profiler, self._profiler = self._profiler, None
-        profiler.stop()
+        with _without_notices():
+            profiler.stop()
         self._stack.close()
         if len(self._done) < 2 and not self._over:
             self._begin_window()
@@ -129,3 +136,33 @@ class Watch:
         mark_us = 1e6 * statistics.median(self._mark_s[WARM_UP:]) if len(self._mark_s) > WARM_UP else None
         event_us = self._event_us if self._event_us is not None else measure_event_cost()
         return Notes(self._clock.step_us(), event_us, mark_us, measure_link(), list(self.syncs))
+
+    def stoppers(self) -> tuple[Stopper, ...]:
+        """What would keep a step from being captured: waits that were seen, effects in the source, optimizers."""
+        waits = {(sync.file, sync.line, sync.reason) for sync in self.syncs}
+        found = find_stoppers(self._marks.place, waits) if self.files else []
+        made = [each() for each in self._marks.optimizers.values()]
+        return (*found, *(s for each in made if each is not None and (s := optimizer_stopper(each))))
+
+
+@contextlib.contextmanager
+def _without_notices() -> Iterator[None]:
+    """Keep off the program's stderr what the profiler's C++ writes there when it starts and stops."""
+    try:
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except (OSError, ValueError, AttributeError):
+        # there is no stderr to keep clean
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            for line in file.read().splitlines(keepends=True):
+                if not line.startswith(b"USDT:"):
+                    os.write(2, line)

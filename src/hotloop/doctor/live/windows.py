@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hotloop.doctor.recorded import Trace, read
+from hotloop.doctor.rules.diagnose import make_verdict
 from hotloop.doctor.rules.finding import Finding
 from hotloop.doctor.trace.stream import TraceError
 from hotloop.stalls import Sync
@@ -67,6 +68,14 @@ def read_windows(files: Sequence[Path], notes: Notes, name: str) -> Trace | None
 def _place_findings(priced: Trace, placed: Trace, syncs: list[Sync]) -> None:
     """Give the findings of the window without stacks the lines that the window with them shows."""
     others = [*placed.findings(), *placed.diagnosis.harmless, *placed.diagnosis.dropped]
+    quiet = {other.rule for other in placed.diagnosis.silenced} - {other.rule for other in others}
+    for kind in (priced.diagnosis.findings, priced.diagnosis.harmless):
+        # the trace for prices has no lines, so that what a line silences is known here only
+        for finding in [finding for finding in kind if finding.rule in quiet]:
+            kind.remove(finding)
+            finding.place = next(o.place for o in placed.diagnosis.silenced if o.rule == finding.rule)
+            priced.diagnosis.silenced.append(finding)
+            priced.diagnosis.verdict = make_verdict(priced.diagnosis)
     for finding in [*priced.findings(), *priced.diagnosis.harmless]:
         same = [other for other in others if other.rule == finding.rule and other.place is not None]
         known = [other for other in same if other.place is not None and other.place.known]

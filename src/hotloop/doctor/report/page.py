@@ -33,6 +33,12 @@ def format_page(facts: dict[str, Any], *, colour: bool = False) -> str:
         else:
             lines += ["", f"    note: {note['rule']}: {note['title']}"]
             lines += [f"      {text}" for text in note["evidence"]]
+    # where one launch is the repair, what stands in its way belongs beside it
+    if facts.get("stoppers") and any(f["rule"] in ("launch-bound", "optimizer") for f in facts["findings"]):
+        lines += ["", "    before a step can be captured as one launch (@loop.capture):"]
+        for each in facts["stoppers"][:12]:
+            where = f"{each['file']}:{each['line']}  " if each["line"] else ""
+            lines.append(f"      {where}{each['why']}")
     if facts["silenced"]:
         silenced = ", ".join(f"{f['rule']} at {f['place']['text']}" for f in facts["silenced"])
         lines += ["", f"    silenced in the source: {silenced}"]
@@ -92,7 +98,7 @@ def _price(finding: dict[str, Any], facts: dict[str, Any]) -> str:
     saves, low, high = (finding[key] / steps for key in ("saves_s", "saves_low_s", "saves_high_s"))
     most, each = "at most " if finding["at_most"] else "", " a step" if facts["steps"] else ""
     text = f"saves {most}{format_seconds(saves)}{each}"
-    whole = facts["replay"]["unrecorded_s"] / steps
+    whole = facts["replay"].get("unrecorded_s", facts["replay"]["measured_s"]) / steps
     if whole:
         text += f" of {format_seconds(whole)}"
     if high - low > 0.05 * max(high, 1e-9):

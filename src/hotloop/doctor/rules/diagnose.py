@@ -8,6 +8,7 @@ from hotloop.doctor.replay.simulate import Edit, Replay
 from hotloop.doctor.rules import (
     accumulation,
     allocator,
+    bandwidth,
     blocking_copy,
     cold_start,
     communication,
@@ -22,11 +23,12 @@ from hotloop.doctor.rules import (
     small_grids,
     tensor_cores,
     unexplained,
+    wave_tail,
 )
 from hotloop.doctor.rules.finding import Case, Finding, Rule
 from hotloop.doctor.trace.places import ignored_rules
 
-__all__ = ["RULES", "Diagnosis", "diagnose"]
+__all__ = ["RULES", "Diagnosis", "diagnose", "make_verdict"]
 
 RULES: tuple[Rule, ...] = (
     coverage.RULE,
@@ -45,6 +47,8 @@ RULES: tuple[Rule, ...] = (
     optimizer.RULE,
     recompiles.RULE,
     small_grids.RULE,
+    wave_tail.RULE,
+    bandwidth.RULE,
 )
 
 # A saving below this part of the window, or below this much of a step, is within what a run varies by itself.
@@ -108,7 +112,7 @@ def diagnose(case: Case) -> Diagnosis:
             (f for f in stalls if f.weight_us >= LEAST_SHARE * case.timeline.window_us),
             key=lambda f: -f.weight_us,
         )
-    diagnosis.verdict = _verdict(diagnosis)
+    diagnosis.verdict = make_verdict(diagnosis)
     return diagnosis
 
 
@@ -243,7 +247,8 @@ def _is_all(case: Case, cold: Finding) -> bool:
     return cold.weight_us > 0.3 * case.idle.window_us and case.timeline.steps < 2
 
 
-def _verdict(diagnosis: Diagnosis) -> str:
+def make_verdict(diagnosis: Diagnosis) -> str:
+    """One sentence that says what matters most."""
     case = diagnosis.case
     timeline = case.timeline
     busy = f"the device works {case.busy_share:.0%} of the time"

@@ -16,7 +16,7 @@ from hotloop.doctor.trace.columns import Category
 if TYPE_CHECKING:
     from hotloop.doctor.trace.timeline import Timeline
 
-__all__ = ["Place", "find_place", "ignored_rules"]
+__all__ = ["Place", "find_place", "ignored_rules", "silenced"]
 
 _FRAME = re.compile(r"^(?P<file>.+?\.py)\((?P<line>\d+)\): (?P<function>.+)$")
 _BUILTIN = re.compile(r"^<built-in (?:method|function) (?P<name>\w+)")
@@ -431,6 +431,12 @@ def ignored_rules(place: Place | None) -> set[str]:
     lines = source[0]
     found: set[str] = set()
     for line in place.candidates or [place.line]:
-        if 0 < line <= len(lines) and (match := _IGNORE.search(lines[line - 1])):
-            found |= {name.strip() for name in match[1].split(",")}
+        if 0 < line <= len(lines):
+            found |= silenced(lines[line - 1])
     return found
+
+
+def silenced(text: str) -> set[str]:
+    """Rules that a line of source silences."""
+    match = _IGNORE.search(text)
+    return {name.strip() for name in match[1].split(",")} if match else set()

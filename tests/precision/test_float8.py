@@ -167,6 +167,16 @@ def test_casting_both_ways_at_once_changes_no_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_no_rows_at_all() -> None:
+    # as an expert of a mixture may get
+    linear = nn.Linear(32, 16)
+    y = Float8Numbers(emulated=True).linear(torch.zeros(0, 32), linear.weight, linear.bias)
+    assert y.shape == (0, 16)
+    y.sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.eq(0).all()
+
+
 def test_only_what_is_needed_is_computed() -> None:
     numbers = Float8Numbers(emulated=True)
     weight = torch.randn(16, 32)

@@ -168,6 +168,8 @@ class Float8Numbers:
         """
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if not x.numel():
+            return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
         missing = -rows.shape[0] % MULTIPLE
         if missing:

@@ -51,7 +51,10 @@ def test_nothing_is_said_where_nothing_is_known(tmp_path: Path) -> None:
 def test_optimizers_whose_state_is_on_the_host() -> None:
     weight = [torch.nn.Parameter(torch.ones(2))]
     assert optimizer_stopper(torch.optim.AdamW(weight)) is None
-    assert optimizer_stopper(torch.optim.SGD(weight, lr=0.1)) is None
+    assert optimizer_stopper(torch.optim.SGD(weight, lr=0.1, fused=True)) is None
+    plain = optimizer_stopper(torch.optim.SGD(weight, lr=0.1))
+    assert plain is not None
+    assert plain.why.endswith("fused=True puts it on the device")
     stopper = optimizer_stopper(torch.optim.LBFGS(weight))
     assert stopper is not None
     assert "LBFGS" in str(stopper)

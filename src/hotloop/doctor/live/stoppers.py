@@ -61,9 +61,9 @@ def optimizer_stopper(optimizer: Any) -> Stopper | None:
         return None
     if name == "LBFGS":
         return Stopper("", 0, "", "LBFGS reads the loss at each evaluation: its step is Python")
-    return Stopper(
-        "", 0, "", f"{name} keeps its learning rate or state on the host: it steps after each replay"
-    )
+    why = f"{name} reads its learning rate on the host, and steps after each replay"
+    fusible = any("fused" in group for group in optimizer.param_groups)
+    return Stopper("", 0, "", f"{why}: fused=True puts it on the device" if fusible else why)
 
 
 def _step_around(file: str, line: int) -> ast.AST | None:

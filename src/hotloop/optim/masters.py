@@ -35,6 +35,7 @@ class MasterPairs:
         self._low: list[Tensor] = []
         self._high: list[Tensor] = []
         self._versions: list[int] = []
+        self._stale = False
 
     def __bool__(self) -> bool:
         return bool(self._masters)
@@ -42,8 +43,7 @@ class MasterPairs:
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """`master`, float32 of the parameter's shape, is its master from now on."""
         self._masters[parameter] = master
-        self._low, self._high = list(self._masters), list(self._masters.values())
-        self._versions = []
+        self._stale = True
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """The master of `parameter`, if it has one."""
@@ -55,14 +55,21 @@ class MasterPairs:
 
     def tensors(self) -> list[Tensor]:
         """The masters."""
-        return self._high
+        return self._lists()[1]
+
+    def _lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        if self._stale:
+            self._low, self._high = list(self._masters), list(self._masters.values())
+            self._versions = []
+            self._stale = False
+        return self._low, self._high
 
     def refresh(self) -> None:
         """Where a parameter is not its master rounded, somebody set it: the master takes its value.
 
         Looks at torch's version counters only, unless one has moved since the last write; never waits.
         """
-        versions = list(map(_VERSION, self._low))
+        versions = list(map(_VERSION, self._lists()[0]))
         if versions == self._versions:
             return
         with torch.no_grad():
@@ -72,14 +79,15 @@ class MasterPairs:
 
     def write(self) -> None:
         """Round every master into its parameter."""
-        if self._low:
+        low, high = self._lists()
+        if low:
             with torch.no_grad():
-                torch._foreach_copy_(self._low, self._high)
+                torch._foreach_copy_(low, high)
             self.note_written()
 
     def note_written(self) -> None:
         """The parameters are their masters rounded now."""
-        self._versions = list(map(_VERSION, self._low))
+        self._versions = list(map(_VERSION, self._lists()[0]))
 
 
 def new_master(parameter: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class ResidentOptimizer(Optimizer):
 
     def _mark(self) -> None:
         self._step_supports_amp_scaling = True
-        self._tables: dict[tuple[int, Any], Tables] = {}
+        # kept over a loaded state: a recording made before reads them until it is dropped
+        self._tables: dict[tuple[int, Any], Tables] = self.__dict__.get("_tables", {})
         self._hotloop_masters = MasterPairs()
         for p, state in self.state.items():
             if "master" in state:

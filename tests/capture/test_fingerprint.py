@@ -17,10 +17,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.drop, self.lin = nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 4)
         self.heads, self.flavour = 2, "plain"
+        self.config, self.factors = types.SimpleNamespace(scale=1.0, unread=1.0), [1.0, 2.0]
         self.register_buffer("shift", torch.zeros(1))
 
     def forward(self, x):
-        return self.lin(self.drop(self.norm(x))) * self.heads + self.shift
+        return (
+            self.lin(self.drop(self.norm(x))) * self.heads * self.config.scale * self.factors[0] + self.shift
+        )
 
 
 def made():
@@ -62,6 +65,9 @@ def made():
         "eps": lambda: setattr(model.norm, "eps", 0.1),
         "probability": lambda: setattr(model.drop, "p", 0.1),
         "own attribute": lambda: setattr(model, "heads", 3),
+        "configuration of a module": lambda: setattr(model.config, "scale", 2.0),
+        "another configuration": lambda: setattr(model, "config", types.SimpleNamespace(scale=3.0)),
+        "list of a module": lambda: model.factors.__setitem__(1, 7.0),
         "text": lambda: setattr(model, "flavour", "other"),
         "replaced parameter": lambda: setattr(model.lin, "bias", nn.Parameter(torch.ones(4))),
         "parameter past setattr": lambda: model.lin._parameters.__setitem__(

@@ -229,6 +229,15 @@ class Fingerprint:
                 self._add(f"{where}({','.join(keys)})", functools.partial(_get_or_none, get, values))
                 for key in keys:
                     self._places.add_key(key, values)
+            if own is None:
+                # a configuration, a list of factors: what the module's code may read of it
+                for key, value in list(values.items()):
+                    inner = not key.startswith("_") and key in read and not callable(value)
+                    if inner and not _is_scalar(value) and not isinstance(value, torch.Tensor):
+                        where = f"{name}.{path}.{key}" if path else f"{name}.{key}"
+                        self._add(where, functools.partial(_identity_at, values, key))
+                        self._places.add_key(key, values)
+                        self._add_object(where, value, read, 1)
 
     def _add_function(self, function: Callable[..., Any], depth: int) -> None:
         function = getattr(function, "__func__", function)
@@ -387,6 +396,10 @@ def _get_or_none(get: Callable[[Any], Any], values: dict[str, Any]) -> Any:
         return get(values)
     except KeyError:
         return None
+
+
+def _identity_at(values: dict[str, Any], key: str) -> int:
+    return id(values.get(key))
 
 
 def _autocast() -> tuple[Any, ...]:

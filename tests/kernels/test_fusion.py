@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotloop.kernels import compile_fused, fusion, rewrite
+from hotloop.kernels import compile_fused, fusion, linear, rewrite
 
 
 class Block(nn.Module):
@@ -173,3 +173,21 @@ def test_a_rewriting_that_fails_leaves_the_graph_as_it_was(monkeypatch):
     with pytest.warns(RuntimeWarning, match="RuntimeError: no such kernel"):
         compile_fused(graph_module, [])
     assert seen == [before]
+
+
+@pytest.mark.parametrize(("autocast", "bound"), [(False, 2e-2), (True, 3e-2)])
+def test_linear_layers_may_run_their_products_beside_each_other(autocast, bound, monkeypatch):
+    monkeypatch.setattr(linear, "BESIDE", True)
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(3, 5, 24, requires_grad=True)
+    if not autocast:
+        model, x = model.bfloat16(), x.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        graph_module = found_graph(model, x)
+        before = run(graph_module, model, x)
+        rewrite(graph_module, anywhere)
+        after = run(graph_module, model, x)
+    assert sum("hotloop.linear" in str(n.target) for n in graph_module.graph.nodes) == 7
+    for a, b in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).float().norm() <= bound * b.float().norm()

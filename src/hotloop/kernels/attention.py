@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hotloop.errors import KernelError
+from hotloop.kernels import linear
 
 __all__ = ["LONGEST", "self_attention", "self_attention_eager"]
 
@@ -163,9 +164,12 @@ def _backward(
         )
         if with_bias:
             add_partials(partials, [for_bias])
-    flat = packed_slope.view(batch * length, columns)
-    for_x = (flat @ weight).view(x.shape)
-    return for_x, flat.t() @ x.reshape(batch * length, -1), for_bias
+    flat, rows = packed_slope.view(batch * length, columns), x.reshape(batch * length, -1)
+    if linear.BESIDE:
+        for_x, for_weight = linear.products_beside(flat, rows.contiguous(), weight)
+    else:
+        for_x, for_weight = flat @ weight, flat.t() @ rows
+    return for_x.view(x.shape), for_weight, for_bias
 
 
 @_backward.register_fake

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 # for the operators that they make
-from hotloop.kernels import attention, casting, gelu, normalisation  # noqa: F401
+from hotloop.kernels import attention, casting, gelu, linear, normalisation  # noqa: F401
 from hotloop.kernels.matching import find_packed_attention
 
 __all__ = ["compile_fused", "rewrite"]
@@ -83,6 +83,8 @@ def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] |
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _LINEAR and _suits(node, runs):
             replaced += _pad_linear(graph, node)
+    if replaced and linear.BESIDE:
+        _spread_linears(graph)
     if replaced:
         _cast_together(graph)
         graph.eliminate_dead_code()
@@ -235,7 +237,8 @@ def _replace_attention(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _as_type(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
-    if node is None or _value(node).dtype == dtype:
+    if node is None or (value := _value(node)) is None or value.dtype == dtype:
+        # without an example it is one of ours, and has the type already
         return node
     return graph.call_method("to", (node, dtype))
 
@@ -264,6 +267,18 @@ def _pad_linear(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
+def _spread_linears(graph: fx.Graph) -> None:
+    """Linear layers in 16 bits become those whose products on the way back run beside each other."""
+    for node in graph.nodes:
+        value = _value(node)
+        if node.op != "call_function" or node.target not in _LINEAR or len(node.args) != 3 or node.kwargs:
+            continue
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            with graph.inserting_before(node):
+                node.args = tuple(_as_type(graph, p, value.dtype) for p in node.args)
+            node.target = torch.ops.hotloop.linear.default
+
+
 def _cast_together(graph: fx.Graph) -> None:
     """Convert float32 weights that autocast would convert one by one in one call at the beginning."""
     places: list[tuple[fx.Node, int]] = []
@@ -273,7 +288,10 @@ def _cast_together(graph: fx.Graph) -> None:
             kind = value.device.type
             if torch.is_autocast_enabled(kind) and value.dtype == torch.get_autocast_dtype(kind):
                 places += [(node, i) for i in (1, 2) if i < len(node.args) and _is_wide(node.args[i])]
-        elif node.op == "call_function" and node.target is torch.ops.hotloop.self_attention.default:
+        elif node.op == "call_function" and node.target in (
+            torch.ops.hotloop.self_attention.default,
+            torch.ops.hotloop.linear.default,
+        ):
             places += [(node, i) for i in (1, 2) if _is_conversion(node.args[i])]
     sources: dict[Any, list[tuple[fx.Node, int]]] = {}
     for node, i in places:

@@ -23,7 +23,7 @@ from hotloop.doctor.recorded import Trace
 from hotloop.doctor.trace.stream import TraceError
 from hotloop.hardware.processes import processes_from_environment
 
-__all__ = ["Watched", "run_script", "run_virtually", "run_watched"]
+__all__ = ["Virtual", "Watched", "run_script", "run_virtually", "run_watched", "show_exception"]
 
 
 _OURS = str(Path(__file__).parent) + os.sep

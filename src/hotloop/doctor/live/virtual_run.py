@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-import hotloop
 from hotloop.doctor.live.cuda_names import DeviceNames, redirect_cuda
 from hotloop.doctor.live.device_tensor import Dispatch, make_device
 from hotloop.doctor.live.script import run_script, show_exception

@@ -10,7 +10,7 @@ from hotloop.doctor.rules.finding import Case, Finding, Rule
 from hotloop.doctor.rules.operands import find_operands
 from hotloop.doctor.trace.kernels import COMMUNICATION, FULL_PRECISION, TENSOR_CORES
 
-__all__ = ["RULE", "judge"]
+__all__ = ["RULE", "judge", "product_rate"]
 
 SPEEDUP = 2.0  # where a kernel's operands are not known
 MOST = 16.0

@@ -15,7 +15,7 @@ from hotloop.doctor.trace.columns import Category, Events
 from hotloop.doctor.trace.intervals import Spans
 from hotloop.doctor.trace.reading import Recording
 
-__all__ = ["Timeline"]
+__all__ = ["Pace", "Timeline"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

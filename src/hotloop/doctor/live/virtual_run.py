@@ -25,7 +25,11 @@ from hotloop.doctor.live.virtual import VirtualDevice
 
 __all__ = ["main"]
 
-_LIBRARIES = tuple(str(Path(file).resolve().parent) + os.sep for file in (torch.__file__, hotloop.__file__))
+# torch and all of this project
+_LIBRARIES = tuple(
+    str(folder) + os.sep
+    for folder in (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])
+)
 
 
 def main() -> int:

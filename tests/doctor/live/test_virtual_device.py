@@ -95,3 +95,24 @@ def test_what_the_device_cannot_run_is_run_on_the_cpu(
     assert "train.py:4" in virtual.broke
     assert [stall.line for stall in virtual.stalls] == [6]
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("rows", "told"), [(32, False), (36, True)])
+def test_batches_of_several_shapes_are_told(rows: int, told: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1).cuda()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        f"for x in torch.randn({rows}, 4).split(8):\n"
+        "    x, y = x.cuda(), x[:, :1].cuda()\n"
+        "    (model(x) - y).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    virtual = run_virtually(str(script), [])
+    assert virtual.status == 0
+    assert virtual.steps == -(-rows // 8)
+    changing = [stopper for stopper in virtual.stoppers if "shapes" in stopper.why]
+    assert [stopper.line for stopper in changing] == ([5] if told else [])
+    assert all("[8, 4], [4, 4]" in stopper.why for stopper in changing)

@@ -206,7 +206,7 @@ class Dispatch(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.made = 0
-        self._arrived: dict[tuple[str, int], Counter[tuple[int, ...]]] = {}
+        self._arrived: dict[tuple[str, int], dict[int, list[tuple[int, ...]]]] = {}
 
     @classmethod
     def current(cls) -> Dispatch:
@@ -303,18 +303,21 @@ class Dispatch(TorchDispatchMode):
             return
         place = self.log.place()
         if place is not None:
-            self._arrived.setdefault(place, Counter())[tuple(source.shape)] += 1
+            self._arrived.setdefault(place, {}).setdefault(self.log.steps, []).append(tuple(source.shape))
         if source.numel() and not (non_blocking and is_pinned(source)):
             self.log.note("to the device")
 
     def changing_shapes(self) -> list[tuple[str, int, str, str]]:
         """(file, line, text, why) of the lines that bring tensors of several shapes over, again and again."""
         found = []
-        for (file, line), shapes in self._arrived.items():
-            # a line that brings many tensors once, such as a model's, is no batch
-            if len(shapes) > 1 and sum(shapes.values()) >= 2 * len(shapes) and max(shapes.values()) > 1:
-                some = ", ".join(str(list(shape)) for shape, _ in shapes.most_common(3))
-                why = f"brings {len(shapes)} shapes ({some}), each a recording of its own: drop_last=True, or pad"
+        for (file, line), by_step in self._arrived.items():
+            batches = Counter(tuple(shapes) for shapes in by_step.values())
+            # a loader that runs ahead brings two batches in one step, and none in another
+            usual = Counter(map(len, by_step.values())).most_common(1)[0][0]
+            batches = Counter({shapes: count for shapes, count in batches.items() if len(shapes) == usual})
+            if len(batches) > 1:
+                some = ", ".join(str(list(shapes[0])) for shapes, _ in batches.most_common(3))
+                why = f"brings {len(batches)} shapes ({some}), each a recording of its own: drop_last=True, or pad"
                 found.append((file, line, linecache.getline(file, line).strip(), why))
         return found
 

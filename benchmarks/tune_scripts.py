@@ -110,6 +110,8 @@ def main() -> None:
 
     # trials are started from here and have this folder's modules
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # the repaired scripts begin with graphs of eager kernels: what "auto" would do depends on the length of the run
+    os.environ.setdefault("HOTLOOP_CAPTURE", "graph")
     small = [] if torch.cuda.is_available() else ["--epochs", "2"]
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -213,8 +213,9 @@ def find_settings(
         file = None
     file = file if file is not None else os.environ.get("HOTLOOP_SETTINGS")
     notes: list[str] = []
-    from_file = _read_file(Path(file), notes, machine, arguments.get("device")) if file else {}
     override = _read_override(os.environ.get("HOTLOOP_OVERRIDE", ""))
+    device = override.get("device") or arguments.get("device") or os.environ.get("HOTLOOP_DEVICE") or None
+    from_file = _read_file(Path(file), notes, machine, device) if file else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, setting in SETTINGS.items():

@@ -79,17 +79,22 @@ def _run(arguments: list[str]) -> int:
         Path(options.out).mkdir(parents=True, exist_ok=True)
         path = Path(options.out) / path.name
     teller = _Teller()
-    result = tune(
-        target,
-        rest,
-        module=module,
-        budget_s=budget_s,
-        exact=options.exact,
-        seeds=options.seeds,
-        rungs=rungs,
-        tell=teller.tell,
-    )
-    teller.end()
+    try:
+        result = tune(
+            target,
+            rest,
+            module=module,
+            budget_s=budget_s,
+            exact=options.exact,
+            seeds=options.seeds,
+            rungs=rungs,
+            tell=teller.tell,
+        )
+    except KeyboardInterrupt:
+        print("hotloop: interrupted before anything was measured", file=sys.stderr)
+        return 130
+    finally:
+        teller.end()
     report = path.with_suffix(".html")
     try:
         if result.kept:

@@ -8,6 +8,7 @@ import torch
 
 from hotloop.hardware.cores import usable_cores
 from hotloop.hardware.devices import find_device
+from hotloop.hardware.processes import find_local_rank
 
 __all__ = ["machine_kind"]
 
@@ -20,7 +21,7 @@ def machine_kind(device: str | None = None) -> dict[str, str | int]:
     Args:
         device: as for `Loop`; None takes what is there.
     """
-    found = find_device(device)
+    found = find_device(device, local_rank=find_local_rank())
     if found.type == "cpu":
         return {"device": "cpu", "name": _cpu_name(), "cores": usable_cores()}
     module = getattr(torch, found.type)

@@ -28,6 +28,7 @@ Tell = Callable[[str, str], None]
 _FIRST_WARM_UP = 10
 _SLICE_S = 0.4
 _LEAST_STEPS = 20
+_AUTO_DECIDES = 80
 _PROOF_SHARE = 0.3
 _FINAL_ROUNDS = 6
 _START_LIMIT_S = 120.0
@@ -177,7 +178,7 @@ class Climb:
             )
         result = self.result
         result.facts, result.total_steps = facts, facts["total_steps"]
-        result.machine = machine_kind(None if facts["device"] == "cuda" else facts["device"])
+        result.machine = machine_kind(facts["device"])
         self._seed = facts["values"].get("seed") or 0
         self._plan_stretches(facts)
         if facts["values"].get("seed") is None:
@@ -188,7 +189,7 @@ class Climb:
         else:
             first.seed = self._seed
             if self._warm_up > first.warm_up:
-                first.run(self._warm_up - first.warm_up, self._limit_s)
+                first.run(self._warm_up - first.warm_up, max(self._limit_s, _START_LIMIT_S))
                 first.warm_up = self._warm_up
         self._best = first
         times = [self._best.run(self._steps, self._limit_s) for _ in range(3)]
@@ -214,6 +215,9 @@ class Climb:
             # stretch holds as many of them as another
             warm_up = max(warm_up, epoch + 2)
             steps = -(-steps // epoch) * epoch
+        if facts["device"] != "cpu" and facts["captured"] and facts["values"].get("capture") == "auto":
+            # by then it has decided whether to compile, and has
+            warm_up = max(warm_up, _AUTO_DECIDES)
         if total is not None:
             room = total - warm_up - 6
             if room < 2:
@@ -236,6 +240,8 @@ class Climb:
         for finding in told["findings"]:
             place = f" at {finding['place']['text']}" if finding["place"] else ""
             self._tell("line", f"  {finding['rule']}{place}: {finding['title']}")
+            for line in finding["fix"].splitlines():
+                self._tell("line", f"      {line}")
 
     def _doctor(self, rungs: Sequence[Rung]) -> dict[str, Any] | None:
         trial = self._nursery.start(rungs, "doctor", seed=self._seed, skip=min(self._warm_up, 20), active=3)

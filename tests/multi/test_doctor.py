@@ -81,12 +81,10 @@ def test_two_processes_one_window_and_the_slow_rank_by_name(script: Path) -> Non
     assert "more on its host" in str(facts["verdict"])
 
 
-def test_under_another_launcher_and_with_a_status(script: Path) -> None:
+def test_under_another_launcher(script: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     options = ["--no-python", sys.executable, "-m", "hotloop", "doctor", "--skip", "2", "--steps", "3"]
     done = run(*launcher, *options, "train.py", "0", cwd=script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 0", "rank 1 0"]
     assert done.stderr.count("The other ranks wait for rank 1") == 1
-    failed = run("-m", "hotloop", "doctor", "-n", "2", "--device", "cpu", "train.py", "3", cwd=script)
-    assert failed.returncode == 3

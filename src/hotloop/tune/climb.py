@@ -26,7 +26,7 @@ __all__ = ["Climb", "tune"]
 Tell = Callable[[str, str], None]
 
 _FIRST_WARM_UP = 10
-_SLICE_S = 0.4
+_SLICE_S = 0.3
 _LEAST_STEPS = 20
 _AUTO_DECIDES = 80
 _PROOF_SHARE = 0.3
@@ -137,7 +137,21 @@ class Climb:
             tried = Tried(rung, "not faster", reason) if reason else self._try(rung)
             result.tried.append(tried)
             self._tell("line", _line(tried))
+        self._try_again()
         self._verify()
+
+    def _try_again(self) -> None:
+        """What noise left open is tried once more, on top of all that was kept."""
+        result = self.result
+        for i, before in enumerate(result.tried):
+            if before.gain is None or before.gain.verdict != "undecided" or before.gain.ratio < 1.0:
+                continue
+            if self._left_s() < 2 * self._reserve_s() or self._hopeless(before.rung):
+                continue
+            again = self._try(before.rung)
+            if again.outcome != "failed":
+                result.tried[i] = again
+            self._tell("line", f"once more:{_line(again)}")
 
     def finish(self) -> Result:
         """Stop what runs; the result."""

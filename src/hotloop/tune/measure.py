@@ -2,10 +2,10 @@
 
 Both processes are warm and wait; in each round first the one, then the other (and the next time the other way round)
 runs a stretch of steps. What a round says is the logarithm of the ratio of both times, so that whatever slows the
-machine for longer than a round slows both. Looks are taken after 3, 4, 6, 8 and 12 rounds; at each, Student's interval
-of the mean at 1 - 0.05/5 is formed (Bonferroni over the looks), so that a rung without effect is kept with a
+machine for longer than a round slows both. Looks are taken after 3, 4, 6, 9, 14 and 20 rounds; at each, Student's
+interval of the mean at 1 - 0.05/6 is formed (Bonferroni over the looks), so that a rung without effect is kept with a
 probability of at most 2.5 %. It is kept once all of the interval lies above the least gain, dropped once it reaches no
-further than that, and left undecided where 12 rounds as noisy as the first four would not decide it.
+further than that, and left undecided where 20 rounds as noisy as those so far would not decide it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hotloop.tune.trial import Nursery, Script, Trial, TrialError, TrialOverErro
 
 __all__ = ["LEAST_GAIN", "LOOKS", "Contender", "Gain", "compare", "interval", "is_hopeless", "judge"]
 
-LOOKS = (3, 4, 6, 8, 12)
+LOOKS = (3, 4, 6, 9, 14, 20)
 LEAST_GAIN = 0.01
 _ERROR = 0.05
-_GIVE_UP_AFTER = 4
+_GIVE_UP_AFTER = 6
 
 
 @dataclass

@@ -127,7 +127,13 @@ class Prover:
                 now, waiting = waiting[:beside], waiting[beside:]
                 started = [self._begin(base + ([fewer] if fewer else []), shift=shift) for shift in now]
                 self.others += [finish_run(*trial, limit_s=self._limit_s) for trial in started]
+            failed = [run.error for run in self.others if run.error is not None]
             self.others = [run for run in self.others if run.error is None]
+            if not self.others:
+                raise HotloopError(
+                    f"no reference run with another seed came to its end, so there is no band: {failed[0]}\n"
+                    + "\n".join(failed[0].lines)
+                )
         self._make_bands()
 
     def _make_bands(self) -> None:

@@ -199,6 +199,9 @@ def test_plots_show_the_curve():
     assert svg.count("<polyline") == 2
     assert "a &lt; b" in svg
     assert rates.warmup_inverse_sqrt(1.0, warm=4).plot()
+    page = rates.one_cycle(0.1, 10).html("one <cycle>")
+    assert page.count("<svg") == 1
+    assert "<title>one &lt;cycle&gt;</title>" in page
 
 
 def test_a_curve_leaves_out_what_is_not_finite():

@@ -24,6 +24,8 @@ class _Trains(Protocol):
 
     def update(self, optimizer: Any) -> Any: ...
 
+    def reduce(self, data: Any, how: str = "sum") -> Any: ...
+
     def read(self, value: Any) -> Any: ...
 
     def _trial(self) -> AbstractContextManager[None]: ...
@@ -79,13 +81,13 @@ def find_rate(
                 put_rate(optimizer, [sweep.next_rate() * share for share in proportions])
                 if step is not None:
                     value = step(*batch) if isinstance(batch, list | tuple) else step(batch)
-                    now = float(loop.read(value))
+                    now = _mean_over_ranks(loop, value)
                 else:
                     assert model is not None
                     assert loss is not None
                     x, y = batch
                     value = loss(model(x), y)
-                    now = float(loop.read(value))
+                    now = _mean_over_ranks(loop, value)
                     if math.isfinite(now):
                         loop.backward(value)
                         loop.update(optimizer)
@@ -100,6 +102,11 @@ def find_rate(
             # it must not be open when its position is put back
             batches.close()
     return sweep.result(ended=ended)
+
+
+def _mean_over_ranks(loop: _Trains, loss: torch.Tensor) -> float:
+    """Every process must take the same loss for its own, or some would stop before the others."""
+    return float(loop.read(loop.reduce(loss.detach(), "mean")))
 
 
 def put_rate(optimizer: Optimizer, rates: list[float]) -> None:

@@ -247,6 +247,12 @@ class Rate:
             parts.append(self.momentum._curve(121, "momentum", self._shown()))
         return draw_svg(parts, title=title, x_label=self.unit, width=width, height=height)
 
+    def html(self, title: str = "rate") -> str:
+        """A page with the picture, which needs no other file."""
+        from hotloop.optim.curves import draw_page
+
+        return draw_page(title, [self.svg(height=320)])
+
     def _shown(self) -> float:
         """How far a plot goes: past the end of what ends, some way into what does not."""
         ends = math.fsum(p.length for p in self.pieces if not math.isinf(p.length))

@@ -127,3 +127,14 @@ def test_an_argument_that_wants_a_gradient_runs_eagerly(graph_loop, capsys):
         step(x)
         assert torch.equal(x.grad, torch.full((2,), 2.0 * i))
     assert "requires a gradient" in capsys.readouterr().err
+
+
+def test_large_and_small_arguments_are_brought_alike(graph_loop):
+    step = graph_loop().capture(lambda x, y, z: (x.sum(), y + 1, z + 1))
+    for i in range(6):
+        large, small, other = torch.full((70_000,), float(i)), torch.full((3,), 2.0 * i), torch.tensor(i)
+        total, y, z = step(large, small, other)
+        assert total.item() == 70_000.0 * i
+        assert y.tolist() == [2.0 * i + 1] * 3
+        assert z.item() == i + 1
+    assert step.captures == 1

@@ -13,6 +13,9 @@ from hotloop.capture.graphs import Recording
 __all__ = ["Entry", "describe"]
 
 _GRADIENT = operator.attrgetter("grad")
+# One launch copies many small tensors; for one of more elements than this it uses a few blocks of the device only, and
+# took 8.4 microseconds for 1 MB on an H200 where a copy of its own takes 2.
+_LARGE = 65536
 
 
 class Entry:
@@ -56,6 +59,8 @@ class Entry:
         self.parameters: list[torch.Tensor] = []
         self.before: list[torch.Tensor | None] = []
         self.gradients: list[torch.Tensor | None] | None = None
+        self._together: list[int] | None = None
+        self._apart: list[int] = []
 
     def expect(self, arguments: Sequence[torch.Tensor]) -> None:
         """From now on `takes` says whether arguments are like these."""
@@ -81,8 +86,19 @@ class Entry:
 
     def copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put `tensors` where the recording reads; those that lie there already stay."""
-        if tensors and not all(map(operator.is_, tensors, self.inputs)):
-            torch._foreach_copy_(self.inputs, list(tensors), non_blocking=True)
+        inputs = self.inputs
+        if all(map(operator.is_, tensors, inputs)):
+            return
+        if self._together is None:
+            self._together = [i for i, place in enumerate(inputs) if place.numel() <= _LARGE]
+            self._apart = [i for i, place in enumerate(inputs) if place.numel() > _LARGE]
+            if len(self._together) == 1:
+                self._apart, self._together = list(range(len(inputs))), []
+        for i in self._apart:
+            inputs[i].copy_(tensors[i], non_blocking=True)
+        if self._together:
+            places, values = [inputs[i] for i in self._together], [tensors[i] for i in self._together]
+            torch._foreach_copy_(places, values, non_blocking=True)
 
     def bring_gradients(self) -> bool:
         """Gradients that wait lie where the recording adds to them; False if it does not expect one of them."""

@@ -34,7 +34,7 @@ def beside_capture(device: torch.device) -> Iterator[None]:
     if not _capturing(device):
         yield
         return
-    aside = torch.cuda.Stream(device)
+    aside = _idle_stream(device)
     exchange = _exchange_mode()
     # a recording forbids its thread to allocate and to wait; this concerns another stream
     mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
@@ -45,6 +45,16 @@ def beside_capture(device: torch.device) -> Iterator[None]:
         aside.synchronize()
     finally:
         exchange(ctypes.byref(mode))
+
+
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is not being recorded: torch gives its 32 streams out in turn, those of the recording too."""
+    for _ in range(64):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                break
+    return stream
 
 
 @functools.cache

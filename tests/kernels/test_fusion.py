@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotloop.kernels import compile_fused, fusion, linear, rewrite
+from hotloop.kernels import compile_fused, fusion, rewrite
 
 
 class Block(nn.Module):
@@ -176,8 +176,7 @@ def test_a_rewriting_that_fails_leaves_the_graph_as_it_was(monkeypatch):
 
 
 @pytest.mark.parametrize(("autocast", "bound"), [(False, 2e-2), (True, 3e-2)])
-def test_linear_layers_may_run_their_products_beside_each_other(autocast, bound, monkeypatch):
-    monkeypatch.setattr(linear, "BESIDE", True)
+def test_linear_layers_run_their_products_beside_each_other(autocast, bound):
     torch.manual_seed(0)
     model, x = Net(), torch.randn(3, 5, 24, requires_grad=True)
     if not autocast:

@@ -12,8 +12,8 @@ from hotloop.kernels.tables import Tables, beside_capture
 __all__ = ["adamw_eager", "adamw_runs_on", "fused_adamw"]
 
 # Elements a program updates. Measured on an H200 over 10.6 million parameters, see docs/kernels.md.
-_SIZE = 2048
-_WARPS = 8
+_SIZE = 1024
+_WARPS = 4
 _constants: dict[tuple[torch.device, float], torch.Tensor] = {}
 _recorded: dict[int, torch.Tensor] = {}
 Scalar = float | torch.Tensor

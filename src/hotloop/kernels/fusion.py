@@ -2,8 +2,8 @@
 
 Layer norms take the residual sum before them along, and the bias of the linear layer that ends the branch; exact
 GELUs take the bias of the linear layer before them; weights that autocast converts are converted together; layers of
-a number of outputs that matrix units do not like are padded. What the graph computes stays the same up to rounding: a
-bias is added in float32 to the 16-bit product, not inside it.
+a number of outputs that matrix units do not like are padded; products of linear layers' way back run beside each other.
+What the graph computes stays the same up to rounding: a bias is added in float32 to the 16-bit product, not inside it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def rewrite(graph_module: fx.GraphModule, runs: Callable[[torch.device], bool] |
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _LINEAR and _suits(node, runs):
             replaced += _pad_linear(graph, node)
-    if replaced and linear.BESIDE:
-        _spread_linears(graph)
     if replaced:
+        _spread_linears(graph)
         _cast_together(graph)
         graph.eliminate_dead_code()
         graph.lint()
@@ -215,10 +214,10 @@ def _replace_attention(graph: fx.Graph, node: fx.Node) -> bool:
     if found is None or found.length > attention.LONGEST:
         return False
     value: torch.Tensor = _value(node)
-    linear: Any = found.linear
-    if len(linear.args) != 3 or linear.kwargs:
+    before: Any = found.linear
+    if len(before.args) != 3 or before.kwargs:
         return False
-    x, weight, bias = linear.args
+    x, weight, bias = before.args
     if any(p is not None and not isinstance(p, fx.Node) for p in (x, weight, bias)):
         return False
     with graph.inserting_before(node):

@@ -136,7 +136,7 @@ _forward.register_autograd(_differentiate, setup_context=_remember)
 def _tile(width: int) -> tuple[int, int]:
     from hotloop.kernels.language import triton
 
-    columns = min(512, triton.next_power_of_2(width))
+    columns = min(128, triton.next_power_of_2(width))
     return max(1, 2048 // columns), columns
 
 

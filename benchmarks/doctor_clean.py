@@ -40,7 +40,7 @@ LOOPS = {
 model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(6)]).to("cuda", torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
-for step in range(40):
+for step in range(50):
     loss = model(x).float().square().mean()
     loss.backward()
     optimizer.step()
@@ -70,7 +70,7 @@ for _ in range(8):
     layers += [nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True)]
 model = nn.Sequential(*layers).to("cuda", torch.bfloat16, memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=True)
-data = TensorDataset(torch.randn(128 * 42, 64, 16, 16).bfloat16())
+data = TensorDataset(torch.randn(128 * 50, 64, 16, 16).bfloat16())
 loader = DataLoader(data, batch_size=128, num_workers=4, pin_memory=True, persistent_workers=True)
 for (x,) in loader:
     x = x.to("cuda", non_blocking=True).to(memory_format=torch.channels_last)
@@ -84,7 +84,7 @@ for (x,) in loader:
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x = torch.randn(40 * 32, 64)
+x = torch.randn(50 * 32, 64)
 for batch, target in DataLoader(TensorDataset(x, x[:, :1] * 2), batch_size=32, shuffle=True):
     loss = F.mse_loss(model(batch), target)
     loss.backward()
@@ -95,7 +95,7 @@ for batch, target in DataLoader(TensorDataset(x, x[:, :1] * 2), batch_size=32, s
 torch.set_num_threads(1)
 model = CharGPT(width=48, heads=2, layers=2, context=32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-for step in range(30):
+for step in range(50):
     batch = torch.randint(0, 65, (8, 33))
     loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
@@ -109,7 +109,7 @@ def findings_of(name: str, text: str, folder: Path) -> list[str]:
     """Ids of what the doctor finds in a script; prints its evidence."""
     script = folder / "train.py"
     script.write_text(_HEAD + text)
-    watched = run_watched(str(script), [])
+    watched = run_watched(str(script), [], skip=20)
     if watched.status or watched.trace is None:
         raise RuntimeError(f"{name}: status {watched.status}, {watched.steps} steps")
     facts = gather_facts(watched.trace)

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         help="without a GPU: list the lines of a script that would wait for one",
     )
     parser.add_argument(
-        "--skip", type=int, default=10, metavar="N", help="steps before the window (default: 10)"
+        "--skip", type=int, default=20, metavar="N", help="steps before the window (default: 20)"
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in the window (default: 5)")
     parser.add_argument(

@@ -43,7 +43,12 @@ def test_what_is_left_is_collected_and_a_rank_that_died_is_missing(tmp_path: Pat
     for each in ranks:
         assert each is not None
         each.open()
-    notes = Notes(1.0, 2.0, None, 3.0, [Sync("a.py", 3, "x.item()"), Sync("a.py", 4, "y.to(d)", True)])
+    notes = Notes(
+        1.0,
+        event_us=2.0,
+        link_bytes_us=3.0,
+        syncs=[Sync("a.py", 3, "x.item()"), Sync("a.py", 4, "y.to(d)", True)],
+    )
     for each in ranks[:2]:
         assert each is not None
         each.leave([trace, trace], notes)

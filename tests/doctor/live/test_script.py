@@ -60,7 +60,7 @@ def test_a_module_and_the_json_report(script: Path) -> None:
 def test_a_short_script_says_that_nothing_was_recorded(script: Path) -> None:
     done = run("-m", "hotloop", "doctor", "train.py", "3", cwd=script.parent)
     assert done.returncode == 7
-    assert "3 optimizer steps were seen, and the window begins after 10" in done.stderr
+    assert "3 optimizer steps were seen, and the window begins after 20" in done.stderr
 
 
 def test_an_exception_is_shown_as_python_shows_it(tmp_path: Path) -> None:

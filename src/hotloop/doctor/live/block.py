@@ -12,6 +12,7 @@ from typing import TextIO
 
 import torch
 
+from hotloop.doctor.live.recorder import make_profiler
 from hotloop.doctor.live.steps import StepMarks
 from hotloop.doctor.recorded import Trace, read
 
@@ -36,17 +37,12 @@ def window(*, stacks: bool = True, file: TextIO | None = None) -> Iterator[Windo
         stacks: record Python stacks, for source lines.
         file: where the page goes; default: stderr.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     from hotloop.doctor.report import format_page, gather_facts
 
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
     found = Window()
     with tempfile.TemporaryDirectory(prefix="hotloop-doctor-") as folder:
         path = Path(folder) / "window.json"
-        profiler = profile(activities=activities, with_stack=stacks, record_shapes=True)
+        profiler = make_profiler(cuda=torch.cuda.is_available(), with_stack=stacks, record_shapes=True)
 
         with StepMarks(profiler.step), profiler:
             yield found

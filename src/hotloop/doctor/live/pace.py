@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-__all__ = ["StepClock", "measure_event_cost", "measure_link"]
+from hotloop.doctor.live.recorder import make_profiler
+
+__all__ = ["Cost", "RecordingCost", "StepClock", "measure_link"]
+
+OPERATORS, KERNELS = 300, 100
+_FEWEST = 4 * 2**20  # values of a kernel that takes some 10 us: longer than its launch
 
 
 class StepClock:
@@ -32,61 +39,104 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def step_us(self) -> float | None:
-        """Median microseconds between marks; None before the third. Waits for the device."""
+        """Mean microseconds between marks, without hiccups; None before the third. Waits for the device."""
         try:
             marks = [mark for mark in self._marks if type(mark) is type(self._marks[-1])]
             if len(marks) < 3:
                 return None
             if isinstance(marks[-1], float):
-                return 1e6 * statistics.median(b - a for a, b in pairwise(marks))
-            marks[-1].synchronize()
-            return 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+                steps = [1e6 * (b - a) for a, b in pairwise(marks)]
+            else:
+                marks[-1].synchronize()
+                steps = [1e3 * a.elapsed_time(b) for a, b in pairwise(marks)]
         except RuntimeError:
             # the program has left the device in a state in which it cannot be asked
             return None
+        typical = statistics.median(steps)
+        return statistics.fmean(step for step in steps if step <= 2 * typical)
 
 
-def measure_event_cost(*, operators: int = 300, last: bool = False) -> float | None:
-    """Microseconds that recording adds to the host for each event, operator or runtime call; None without CUDA.
+@dataclass(frozen=True)
+class Cost:
+    """What recording adds, in microseconds: to the host for each event, to the device for each piece of work."""
 
-    Measured on small operators of one launch each, which are two events, with and without a profiler.
+    event_us: float
+    kernel_us: float
 
-    Args:
-        operators: how many. last: nothing is recorded after this: the profiler leaves the driver.
+
+class RecordingCost:
+    """Measures what recording costs, on small operators of one launch each and on kernels of some 10 us.
+
+    `before` comes before anything is recorded: the profiler's hooks stay in the driver once they are there.
     """
-    from torch.profiler import ProfilerActivity, profile
 
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    def __init__(self) -> None:
+        self._plain: tuple[float, float] | None = None
+
+    def before(self) -> None:
+        """Time them without a profiler."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._plain = _guarded(_time)
+
+    def after(self, *, last: bool) -> Cost | None:
+        """Time them recorded; None without CUDA, or if the device cannot be asked.
+
+        Args:
+            last: nothing is recorded after this: the profiler leaves the driver, where it slows down each launch.
+        """
+        if self._plain is None:
+            return None
+        before = os.environ.get("TEARDOWN_CUPTI")
+        if last:
+            # read by Kineto when it stops; after this it must not come back, which some drivers do not survive
+            os.environ["TEARDOWN_CUPTI"] = "1"
+        try:
+            recorded = _guarded(_time_recorded)
+        finally:
+            if before is None:
+                os.environ.pop("TEARDOWN_CUPTI", None)
+            else:
+                os.environ["TEARDOWN_CUPTI"] = before
+        if recorded is None:
+            return None
+        operator, kernel = (max(b - a, 0.0) for a, b in zip(self._plain, recorded, strict=True))
+        # an operator and its launch are two events
+        return Cost(operator / 2, kernel)
+
+
+def _guarded(measure: Callable[[], tuple[float, float]]) -> tuple[float, float] | None:
+    try:
+        return measure()
+    except RuntimeError:
+        # no memory left, or a device that cannot be asked any more
         return None
 
-    def run() -> float:
+
+def _time_recorded() -> tuple[float, float]:
+    with make_profiler(cuda=True, record_shapes=True):
+        return _time()
+
+
+def _time() -> tuple[float, float]:
+    """Microseconds of the host for an operator, and of the device for a kernel; the best of three."""
+    small, large = torch.zeros(8, device="cuda"), torch.zeros(_FEWEST, device="cuda")
+    host, device = [], []
+    for _ in range(4):  # the first warms up
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(operators):
-            x.add_(1.0)
-        took = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return took
-
-    before = os.environ.get("TEARDOWN_CUPTI")
-    if last:
-        # read by Kineto when it stops; after this it must not come back, which some drivers do not survive
-        os.environ["TEARDOWN_CUPTI"] = "1"
-    try:
-        x = torch.zeros(8, device="cuda")
-        run()
-        plain = min(run() for _ in range(3))
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True):
-            run()
-            recorded = min(run() for _ in range(3))
-    except RuntimeError:
-        return None
-    finally:
-        if before is None:
-            os.environ.pop("TEARDOWN_CUPTI", None)
-        else:
-            os.environ["TEARDOWN_CUPTI"] = before
-    return max(recorded - plain, 0.0) * 1e6 / (2 * operators)
+        for _ in range(OPERATORS):
+            small.add_(1.0)
+        host.append((time.perf_counter() - start) * 1e6 / OPERATORS)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # a queue to start from: the host must stay ahead of what is timed
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        for _ in range(KERNELS):
+            large.add_(1.0)
+        end.record()
+        end.synchronize()
+        device.append(begin.elapsed_time(end) * 1e3 / KERNELS)
+    return min(host[1:]), min(device[1:])
 
 
 def measure_link(*, size_bytes: int = 2**25) -> float | None:

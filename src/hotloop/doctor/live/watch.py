@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
+import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotloop.doctor.live.pace import StepClock, measure_event_cost, measure_link
+from hotloop.doctor.live.pace import Cost, RecordingCost, StepClock, measure_link
+from hotloop.doctor.live.recorder import make_profiler, without_notices
 from hotloop.doctor.live.steps import StepMarks
 from hotloop.doctor.live.stoppers import Stopper, find_stoppers, optimizer_stopper
 from hotloop.doctor.live.windows import Notes
@@ -24,7 +23,7 @@ from hotloop.stalls import Sync, record_syncs
 __all__ = ["Watch"]
 
 WARM_UP = 2
-PACED = 8  # steps before the first window whose time is taken
+PACED = 10  # steps before the first window whose time is taken
 
 
 class Watch:
@@ -43,14 +42,16 @@ class Watch:
         self.skip, self.active = skip, active
         self.steps = 0
         self.syncs: list[Sync] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="hotloop-doctor-")
+        self._folder = Path(tempfile.mkdtemp(prefix="hotloop-doctor-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._clock = StepClock()
         self._marks = StepMarks(self._after_step)
         self._profiler: Any = None
         self._left = 0
         self._mark_s: list[float] = []
         self._over = False
-        self._event_us: float | None = None
+        self._recording = RecordingCost()
+        self._cost: Cost | None = None
         self._done: list[Path] = []
         self._stack = contextlib.ExitStack()
 
@@ -74,7 +75,7 @@ class Watch:
             self._left -= 1
             if self._left > 0:
                 begun = time.perf_counter()
-                with _without_notices() if self._left == self.active else contextlib.nullcontext():
+                with without_notices() if self._left == self.active else contextlib.nullcontext():
                     self._profiler.step()
                 if len(self._done) == 1:
                     self._mark_s.append(time.perf_counter() - begun)
@@ -84,36 +85,30 @@ class Watch:
             self._begin_window()
 
     def _begin_window(self) -> None:
-        from torch.profiler import ProfilerActivity, profile, schedule
+        from torch.profiler import schedule
 
-        activities = [ProfilerActivity.CPU]
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if cuda:
-            activities.append(ProfilerActivity.CUDA)
         stacks = bool(self._done)
-        path = Path(self._folder.name) / f"window{len(self._done)}.json"
+        if not stacks:
+            self._recording.before()
+        path = self._folder / f"window{len(self._done)}.json"
         self._done.append(path)
         self._left = WARM_UP + self.active
-        kept: dict[str, Any] = (
-            {"acc_events": True} if "acc_events" in inspect.signature(profile).parameters else {}
-        )
-        self._profiler = profile(
-            activities=activities,
+        self._profiler = make_profiler(
+            cuda=cuda,
             schedule=schedule(wait=0, warmup=WARM_UP, active=self.active, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             with_stack=stacks,
             record_shapes=not stacks,
-            # newer versions warn on stderr, which is the program's, unless events are kept
-            **kept,
         )
         if stacks and cuda:
             self.syncs = self._stack.enter_context(record_syncs(torch.device("cuda"), copies=True))
-        with _without_notices():
+        with without_notices():
             self._profiler.start()
 
     def _end_window(self) -> None:
         profiler, self._profiler = self._profiler, None
-        with _without_notices():
+        with without_notices():
             profiler.stop()
         self._stack.close()
         if len(self._done) < 2 and not self._over:
@@ -121,7 +116,8 @@ class Watch:
         else:
             self._marks.close()
             if not self._over:
-                self._event_us = measure_event_cost(last=self.leaves)
+                with without_notices():
+                    self._cost = self._recording.after(last=self.leaves)
 
     @property
     def files(self) -> list[Path]:
@@ -134,8 +130,15 @@ class Watch:
             return Notes()
         # what begins and ends a window takes longer than what stands between two of its steps
         mark_us = 1e6 * statistics.median(self._mark_s[WARM_UP:]) if len(self._mark_s) > WARM_UP else None
-        event_us = self._event_us if self._event_us is not None else measure_event_cost()
-        return Notes(self._clock.step_us(), event_us, mark_us, measure_link(), list(self.syncs))
+        cost = self._cost or self._recording.after(last=False)
+        return Notes(
+            self._clock.step_us(),
+            None if cost is None else cost.event_us,
+            None if cost is None else cost.kernel_us,
+            mark_us,
+            measure_link(),
+            list(self.syncs),
+        )
 
     def stoppers(self) -> tuple[Stopper, ...]:
         """What would keep a step from being captured: waits that were seen, effects in the source, optimizers."""
@@ -143,26 +146,3 @@ class Watch:
         found = find_stoppers(self._marks.place, waits) if self.files else []
         made = [each() for each in self._marks.optimizers.values()]
         return (*found, *(s for each in made if each is not None and (s := optimizer_stopper(each))))
-
-
-@contextlib.contextmanager
-def _without_notices() -> Iterator[None]:
-    """Keep off the program's stderr what the profiler's C++ writes there when it starts and stops."""
-    try:
-        sys.stderr.flush()
-        kept = os.dup(2)
-    except (OSError, ValueError, AttributeError):
-        # there is no stderr to keep clean
-        yield
-        return
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            for line in file.read().splitlines(keepends=True):
-                if not line.startswith(b"USDT:"):
-                    os.write(2, line)

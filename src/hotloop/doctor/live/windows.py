@@ -21,12 +21,13 @@ class Notes:
     """What a watch knows besides its traces.
 
     Attributes:
-        step_us, event_us, mark_us, link_bytes_us: as in `Pace`.
+        step_us, event_us, kernel_us, mark_us, link_bytes_us: as in `Pace`.
         syncs: waits for the device and pageable copies, with their exact lines.
     """
 
     step_us: float | None = None
     event_us: float | None = None
+    kernel_us: float | None = None
     mark_us: float | None = None
     link_bytes_us: float | None = None
     syncs: list[Sync] = field(default_factory=list)

@@ -28,6 +28,7 @@ _EVIDENT_US = 12.0  # a start this soon after another stream's end, and after no
 _BETWEEN_US = 1.0  # from the end of one kernel to the start of the next, queued one, where a trace has none
 _WAITED_US = 20.0  # shorter calls are taken as work, not as waits
 MAX_EVENTS = 400_000
+MOST_KERNEL_US = 5.0
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Replay:
         self.timeline = timeline
         self._think: Floats = np.empty(0)
         self._took: Floats = np.empty(0)
+        self._duration: Floats = np.empty(0)
         self.repeats = False
         self._prepare()
         self.replayed_us = self.run([])
@@ -108,6 +110,9 @@ class Replay:
         pace = self.timeline.pace
         if pace.step_us is None and pace.event_us is None:
             return 0.0
+        # no more than a few microseconds, and no more than half of what a kernel takes
+        added = min(pace.kernel_us or 0.0, MOST_KERNEL_US)
+        self._duration = self._duration - np.minimum(added, 0.5 * self._duration)
         timeline = self.timeline
         ends = np.append(self._start, self._host_end)
         events = timeline.recorded_within(self._previous_end, ends)
@@ -125,6 +130,8 @@ class Replay:
             return self.replayed_us
 
         cost = pace.event_us or 0.0
+        # so little is no measurement
+        cost = cost if cost >= 0.3 else 0.0
         if pace.step_us is None or not self.timeline.steps:
             play(cost)
             return cost

@@ -43,12 +43,13 @@ class Pace:
 
     Attributes:
         step_us: microseconds of a step. event_us: what recording adds to the host for each event.
-        mark_us: what it adds at the end of each step.
+        kernel_us: what it adds to the device for each piece of work. mark_us: to the host at the end of each step.
         link_bytes_us: bytes a microsecond of a copy from pinned memory to the device.
     """
 
     step_us: float | None = None
     event_us: float | None = None
+    kernel_us: float | None = None
     mark_us: float | None = None
     link_bytes_us: float | None = None
 
@@ -306,7 +307,9 @@ class Timeline:
                 return None
             return float(value)
 
-        return Pace(*(positive(key) for key in ("step_us", "event_us", "mark_us", "link_bytes_us")))
+        return Pace(
+            *(positive(key) for key in ("step_us", "event_us", "kernel_us", "mark_us", "link_bytes_us"))
+        )
 
     def recorded_within(self, begin: Floats, end: Floats) -> Ints:
         """[intervals] host events that begin in each: operators, ranges, calls and Python frames."""

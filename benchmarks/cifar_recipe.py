@@ -30,6 +30,7 @@ class Recipe:
     """All that a run depends on beside the data and the seed."""
 
     sizes: tuple[tuple[float, int], ...] = ((7.6, 32),)  # (epochs, pixels a side), in turn
+    crops: bool = False  # smaller images are crops, not resized
     batch: int = 1536
     filter_rate: float = 0.205
     filter_momentum: float = 0.655
@@ -52,6 +53,7 @@ class Recipe:
     dtype: str = "float16"
     kernels: bool = True
     muon_kernels: bool = True
+    masters: bool = False  # filters are kept in float32
     capture: str = "graph"  # eager, graph, compile, full
     keep: tuple[
         tuple[float, float], ...
@@ -66,7 +68,7 @@ class Recipe:
         return found
 
 
-BEST = Recipe(sizes=((7.2, 32),), features=32, smoothing=0.15, bias_rate=0.09)
+BEST = Recipe(sizes=((7.6, 32),), features=32, smoothing=0.15, bias_rate=0.09, tta_share=0.3)
 """What was found on held-out training images, with nothing to compile but Triton's kernels: the warm one."""
 
 COLD = replace(BEST, kernels=False, capture="eager")
@@ -91,8 +93,9 @@ class Net(nn.Module):
         a, b, c = recipe.widths
         plan = [(recipe.features, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
         dtype = recipe.type
+        kept = torch.float32 if recipe.masters else dtype
         self.filters = nn.ParameterList(
-            nn.Parameter(torch.empty(o, i, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
+            nn.Parameter(torch.empty(o, i, 3, 3, dtype=kept).to(memory_format=torch.channels_last))
             for i, o in plan
         )
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(o)) for _, o in plan)
@@ -133,7 +136,7 @@ class Net(nn.Module):
         for k, (p, bias) in enumerate(zip(self.filters, self.biases, strict=True)):
             n = len(bias)
             x = pooled_norm_silu(
-                F.conv2d(x, p, padding=1), bias, self.means[k, :n], self.variances[k, :n], pool=k % 2 == 0,
+                F.conv2d(x, p.to(x.dtype), padding=1), bias, self.means[k, :n], self.variances[k, :n], pool=k % 2 == 0,
                 training=self.training, momentum=self.recipe.norm_momentum, eps=1e-12, eager=eager,
             )  # fmt: skip
         x = F.max_pool2d(x, x.shape[-1]).flatten(1)
@@ -150,6 +153,7 @@ class Filters:
         self.muon = Muon(
             parameters, rate, 0.0, recipe.filter_momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
             ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False,
+            ns_dtype=torch.float16 if recipe.dtype == "float16" and p.is_cuda else None,
             fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
         )  # fmt: skip
 
@@ -211,7 +215,14 @@ class Trainer:
         if recipe.capture in ("compile", "full"):
             self.forward = torch.compile(self.net)
         self.sized: dict[int, torch.Tensor] = {32: self.train_images}
+        self.hows = {32: self.how}
         for size in {s for _, s in recipe.sizes} - {32}:
+            self.hows[size] = self.how
+            if recipe.crops:
+                reach = max(recipe.translate, (32 - size) // 2)
+                self.hows[size] = replace(self.how, crop=size, translate=reach)
+                self.sized[size] = self.train_images
+                continue
             self.sized[size] = torch.empty(self.n, size, size, 3, dtype=torch.uint8, device=self.device)
         self.right = torch.zeros((), device=self.device)
         self.plain_right = torch.zeros((), device=self.device)
@@ -242,7 +253,7 @@ class Trainer:
     def resize(self) -> None:
         """Anti-aliased copies of the training images in the smaller sizes, rounded to bytes."""
         for size, out in self.sized.items():
-            if size != 32:
+            if out is not self.train_images:
                 out.copy_(resize_images(self.train_images, size))
 
     @torch.no_grad()
@@ -282,7 +293,7 @@ class Trainer:
         epoch = self.epochs.index_select(0, at)[0]
         self.rate.copy_(self.rates.index_select(0, at)[0])
         x, y = augment_filtered(
-            self.sized[size], self.train_labels, index, epoch, self.how, self.net.whiten, seed=self.augment_seed,
+            self.sized[size], self.train_labels, index, epoch, self.hows[size], self.net.whiten, seed=self.augment_seed,
             classes=10, smoothing=r.smoothing,
             eager=not r.kernels,
         )  # fmt: skip

@@ -73,7 +73,7 @@ def warm(folder: Path, data: tuple[torch.Tensor, ...], runs: int, peer_runs: int
         ),
     }
     variants: dict[str, Callable[[int], Outcome]] = {"hotloop": ours.run}
-    for name, make in makers.items():
+    for name, make in makers.items() if peer_runs else ():
         try:
             variants[name] = make()
             variants[name](0)
@@ -215,6 +215,10 @@ def variants_of(compiled: bool) -> dict[str, dict[str, Any]]:
     epochs = sum(e for e, _ in BEST.sizes)
     if len(BEST.sizes) == 1:
         variants["resizing: 24 pixels, then 32"] = {"sizes": ((epochs * 0.5, 24), (epochs * 0.5, 32))}
+        variants["crops of 28 pixels, then 32"] = {
+            "sizes": ((epochs * 0.75, 28), (epochs * 0.25, 32)),
+            "crops": True,
+        }
     else:
         variants["32 pixels throughout"] = {"sizes": ((epochs, 32),)}
     if compiled:

@@ -38,7 +38,7 @@ def test_the_program_gives_the_twins_bits(shape, dtype):
     x, y = images(40, *shape), torch.randint(0, 10, (40,), device=DEVICE)
     index = torch.randint(0, 40, (6,), device=DEVICE)
     for each, (padding, flip, cutout, tone) in itertools.product((False, True), WAYS):
-        how = Augment(2, padding, flip, cutout, tone, tone * 0.9, (0.49,), (0.24,))
+        how = Augment(2, padding, flip, cutout, tone, tone * 0.9, (0.49,), (0.24,), crop=5 if cutout else 0)
         epoch = torch.randint(0, 9, (6,) if each else (), device=DEVICE)
         ours, targets = augment_labelled(
             x, y, index, epoch, how, seed=2**60 + 7, dtype=dtype, classes=10, smoothing=0.1
@@ -119,3 +119,26 @@ def test_a_fixed_first_layer_is_the_convolution_it_stands_for(dtype, eager):
     assert (ours.double() - wanted).norm() / wanted.norm() < (1e-6 if dtype == torch.float32 else 2e-3)
     assert ours.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(targets, y[index])
+
+
+def test_a_shifted_crop_stays_inside_the_image():
+    x = images(200, 8, 8, 3)
+    index, epoch = torch.arange(200, device=DEVICE), torch.tensor(1, device=DEVICE)
+    plain = augment_eager(x, index, epoch, Augment(), seed=0)
+    for crop, reach in ((6, 1), (4, 2), (5, 1)):
+        crops = augment(x, index, epoch, Augment(translate=reach, crop=crop), seed=3)
+        assert crops.shape == (200, 3, crop, crop)
+        middle = (8 - crop) // 2
+        places = torch.zeros(2 * reach + 1, 2 * reach + 1)
+        for one, whole in zip(crops, plain, strict=True):
+            found = [
+                (i, j)
+                for i in range(2 * reach + 1)
+                for j in range(2 * reach + 1)
+                if torch.equal(one, whole[:, middle - reach + i :, middle - reach + j :][:, :crop, :crop])
+            ]
+            assert len(found) == 1
+            places[found[0]] += 1
+        assert (places > 0).all()
+    with pytest.raises(KernelError, match="cannot be cut out"):
+        augment(x, index, epoch, Augment(crop=9), seed=0)

@@ -105,7 +105,8 @@ class ResidentImages:
         if size is not None and size != images.shape[1]:
             share = size / images.shape[1]
             images = self.at_size(size)
-            how = replace(how, translate=round(how.translate * share), cutout=round(how.cutout * share))
+            translate, cutout, crop = (round(v * share) for v in (how.translate, how.cutout, how.crop))
+            how = replace(how, translate=translate, cutout=cutout, crop=crop)
         if self.labels is None:
             return augment(images, indices, epoch, how, seed=seed, dtype=self.dtype, eager=self.eager)
         if self.filters is not None:

@@ -46,6 +46,8 @@ class Augment:
         brightness, contrast: x becomes (x + b) * c with b in ±brightness and c in 1 ± contrast, after normalising.
         offset, mirror: a fixed view for every image: moved by so many pixels (down, right), and turned left to right
             before that; for test-time augmentation.
+        crop: side of the square that is cut out, from the middle before it is shifted; 0 for the whole image. Shifted
+            by up to half of what it is smaller, it never leaves the image.
         mean, std: of each channel, in units of the stored values over 255; one entry stands for all channels.
 
     Raises:
@@ -62,6 +64,7 @@ class Augment:
     std: tuple[float, ...] = (1.0,)
     offset: tuple[int, int] = (0, 0)
     mirror: bool = False
+    crop: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("padding", _PADDINGS), ("flip", _FLIPS)):
@@ -69,8 +72,10 @@ class Augment:
                 raise KernelError(
                     f"{name}={getattr(self, name)!r} is not known; valid values are: {', '.join(known)}"
                 )
-        if self.translate < 0 or self.cutout < 0:
-            raise KernelError(f"translate={self.translate} and cutout={self.cutout} are counts of pixels")
+        if min(self.translate, self.cutout, self.crop) < 0:
+            raise KernelError(
+                f"translate={self.translate}, cutout={self.cutout} and crop={self.crop} are counts of pixels"
+            )
 
 
 def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: int, c3: int = 0) -> list[torch.Tensor]:
@@ -116,7 +121,7 @@ def augment(
         eager: use the twin; it is used anyway where Triton runs no programs.
 
     Returns:
-        [B, C, H, W] in channels-last memory.
+        [B, C, H, W] (or the crop's height and width) in channels-last memory.
     """
     if eager or not _runs_on(images.device):
         return augment_eager(images, indices, epoch, how, seed=seed, dtype=dtype)
@@ -213,6 +218,7 @@ def _launch(
     from hotloop.kernels.programs.augment import augment_kernel, filtered_kernel
 
     B, (_, H, W, C) = len(indices), images.shape
+    height, width = _cut(how, H, W)
     device = images.device
     if classes:
         targets = torch.empty((B, classes), device=device)
@@ -223,14 +229,14 @@ def _launch(
     known = indices if labels is None else labels
     numbers = (seed, off, on, how.brightness, how.contrast)
     kinds = (
-        H, W, C, *how.offset, how.mirror, how.translate, _FLIPS.index(how.flip), how.cutout, how.padding == "zero",
-        bool(how.brightness or how.contrast), epoch.dim(), labels is not None, classes,
+        H, W, C, height, width, *how.offset, how.mirror, how.translate, _FLIPS.index(how.flip), how.cutout,
+        how.padding == "zero", bool(how.brightness or how.contrast), epoch.dim(), labels is not None, classes,
         _power(classes) if classes else 0,
     )  # fmt: skip
     # no fused multiply-add: the twin rounds after each operation
     if filters is None:
-        out = torch.empty((B, H, W, C), device=device, dtype=dtype)
-        augment_kernel[(B, -(-(H * W * C) // _BLOCK))](
+        out = torch.empty((B, height, width, C), device=device, dtype=dtype)
+        augment_kernel[(B, -(-(height * width * C) // _BLOCK))](
             images,
             indices,
             epoch,
@@ -247,7 +253,7 @@ def _launch(
         return out.permute(0, 3, 1, 2), targets
     filters = filters.contiguous(memory_format=torch.channels_last)
     n_out, K = len(filters), filters.shape[-1]
-    h, w = H - K + 1, W - K + 1
+    h, w = height - K + 1, width - K + 1
     out = torch.empty((B, h, w, n_out), device=device, dtype=dtype)
     filtered_kernel[(B, -(-(h * w) // _PIXELS))](
         images, indices, epoch, scale, shift, out, known, targets, filters, *numbers, *kinds,
@@ -272,19 +278,20 @@ def augment_eager(
 ) -> torch.Tensor:
     """`augment` in torch's own operations, on any device, to the bit."""
     B, (_, H, W, C) = len(indices), images.shape
+    h, w = _cut(how, H, W)
     device = images.device
     t = how.translate
-    rows, columns = torch.arange(H, device=device).expand(B, H), torch.arange(W, device=device).expand(B, W)
+    rows, columns = torch.arange(h, device=device).expand(B, h), torch.arange(w, device=device).expand(B, w)
     place = philox(seed, indices, epoch, 0)
     if how.mirror:
-        columns = W - 1 - columns
+        columns = w - 1 - columns
     if how.flip != "none":
         alternating = how.flip == "alternating"
         coin = philox(seed, indices, epoch * 0 if alternating else epoch, 2)[0]
         flipped = ((coin + epoch if alternating else coin) & 1).bool()[:, None]
-        columns = torch.where(flipped, W - 1 - columns, columns)
+        columns = torch.where(flipped, w - 1 - columns, columns)
     inside = None
-    rows, columns = rows + how.offset[0], columns + how.offset[1]
+    rows, columns = rows + ((H - h) // 2 + how.offset[0]), columns + ((W - w) // 2 + how.offset[1])
     if t:
         rows = rows + _below(place[0], 2 * t + 1)[:, None] - t
         columns = columns + _below(place[1], 2 * t + 1)[:, None] - t
@@ -302,14 +309,21 @@ def augment_eager(
     if inside is not None:
         x = torch.where(inside[..., None], x, 0.0)
     if how.cutout:
-        top = (_below(place[2], H) - how.cutout // 2)[:, None]
-        left = (_below(place[3], W) - how.cutout // 2)[:, None]
-        y, z = torch.arange(H, device=device)[None], torch.arange(W, device=device)[None]
+        top = (_below(place[2], h) - how.cutout // 2)[:, None]
+        left = (_below(place[3], w) - how.cutout // 2)[:, None]
+        y, z = torch.arange(h, device=device)[None], torch.arange(w, device=device)[None]
         hole = ((y >= top) & (y < top + how.cutout))[:, :, None] & ((z >= left) & (z < left + how.cutout))[
             :, None
         ]
         x = torch.where(hole[..., None], 0.0, x)
     return x.to(dtype).permute(0, 3, 1, 2)
+
+
+def _cut(how: Augment, height: int, width: int) -> tuple[int, int]:
+    """Height and width of what is cut out."""
+    if how.crop > min(height, width):
+        raise KernelError(f"a square of {how.crop} pixels cannot be cut out of images of {height} x {width}")
+    return (how.crop, how.crop) if how.crop else (height, width)
 
 
 def _below(word: torch.Tensor, n: int) -> torch.Tensor:

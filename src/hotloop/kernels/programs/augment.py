@@ -37,7 +37,8 @@ def _below(
 @jit
 def _value(
     images, index, now, y, x, c, valid, scale, shift, seed, brightness, contrast,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
     TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """The augmented image at (y, x, c), float32."""
@@ -45,10 +46,10 @@ def _value(
     e32 = now.to(tl.uint32)
     zero = i32 * 0
     p0, p1, p2, p3 = tl.philox(seed, i32, e32, zero, zero)
-    sy = y + DOWN
+    sy = y + (H - OH) // 2 + DOWN
     sx = x
     if MIRROR:
-        sx = W - 1 - sx
+        sx = OW - 1 - sx
     if FLIP > 0:
         if FLIP == 2:
             f0, _f1, _f2, _f3 = tl.philox(seed, i32, zero, zero + 2, zero)
@@ -56,8 +57,8 @@ def _value(
         else:
             f0, _f1, _f2, _f3 = tl.philox(seed, i32, e32, zero + 2, zero)
             coin = f0 & 1
-        sx = tl.where(coin == 1, W - 1 - sx, sx)
-    sx = sx + RIGHT
+        sx = tl.where(coin == 1, OW - 1 - sx, sx)
+    sx = sx + (W - OW) // 2 + RIGHT
     if TRANSLATE > 0:
         sy = sy + _below(p0, 2 * TRANSLATE + 1) - TRANSLATE
         sx = sx + _below(p1, 2 * TRANSLATE + 1) - TRANSLATE
@@ -75,8 +76,8 @@ def _value(
     if ZERO:
         value = tl.where(inside, value, 0.0)
     if CUTOUT > 0:
-        top = _below(p2, H) - CUTOUT // 2
-        left = _below(p3, W) - CUTOUT // 2
+        top = _below(p2, OH) - CUTOUT // 2
+        left = _below(p3, OW) - CUTOUT // 2
         hole = (y >= top) & (y < top + CUTOUT) & (x >= left) & (x < left + CUTOUT)
         value = tl.where(hole, 0.0, value)
     return value
@@ -95,21 +96,22 @@ def _write_target(labels, targets, row, index, off, on, CLASSES: tl.constexpr, W
 @jit
 def augment_kernel(
     images, indices, epoch, scale, shift, out, labels, targets, seed, off, on, brightness, contrast,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
     TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
     EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK values of one image of the batch; the first one of each image writes its target."""
     row = tl.program_id(0)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = e < H * W * C
+    valid = e < OH * OW * C
     index = tl.load(indices + row)
     now = tl.load(epoch + row * EACH)
     value = _value(
-        images, index, now, e // (C * W), (e // C) % W, e % C, valid, scale, shift, seed, brightness, contrast,
-        H, W, C, DOWN, RIGHT, MIRROR, TRANSLATE, FLIP, CUTOUT, ZERO, JITTER,
+        images, index, now, e // (C * OW), (e // C) % OW, e % C, valid, scale, shift, seed, brightness, contrast,
+        H, W, C, OH, OW, DOWN, RIGHT, MIRROR, TRANSLATE, FLIP, CUTOUT, ZERO, JITTER,
     )  # fmt: skip
-    tl.store(out + row.to(tl.int64) * (H * W * C) + e, value.to(out.dtype.element_ty), mask=valid)
+    tl.store(out + row.to(tl.int64) * (OH * OW * C) + e, value.to(out.dtype.element_ty), mask=valid)
     if LABELLED:  # noqa: SIM102 - known when compiled, the next one is not
         if tl.program_id(1) == 0:
             _write_target(labels, targets, row, index, off, on, CLASSES, WIDTH)
@@ -118,7 +120,8 @@ def augment_kernel(
 @jit
 def filtered_kernel(
     images, indices, epoch, scale, shift, out, labels, targets, weight, seed, off, on, brightness, contrast,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
     TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
     EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
     K: tl.constexpr, OUT: tl.constexpr, PATCH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -127,18 +130,18 @@ def filtered_kernel(
     row = tl.program_id(0)
     index = tl.load(indices + row)
     now = tl.load(epoch + row * EACH)
-    OW: tl.constexpr = W - K + 1
-    pixels: tl.constexpr = (H - K + 1) * OW
+    across: tl.constexpr = OW - K + 1
+    pixels: tl.constexpr = (OH - K + 1) * across
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, PATCH)
     o = tl.arange(0, COLUMNS)
-    y = (p // OW)[:, None] + (k // (C * K))[None, :]
-    x = (p % OW)[:, None] + ((k // C) % K)[None, :]
+    y = (p // across)[:, None] + (k // (C * K))[None, :]
+    x = (p % across)[:, None] + ((k // C) % K)[None, :]
     valid = (p < pixels)[:, None] & (k < C * K * K)[None, :]
     c = (k % C)[None, :] + y * 0
     value = _value(
         images, index, now, y, x, c, valid, scale, shift, seed, brightness, contrast,
-        H, W, C, DOWN, RIGHT, MIRROR, TRANSLATE, FLIP, CUTOUT, ZERO, JITTER,
+        H, W, C, OH, OW, DOWN, RIGHT, MIRROR, TRANSLATE, FLIP, CUTOUT, ZERO, JITTER,
     )  # fmt: skip
     value = tl.where(valid, value, 0.0).to(out.dtype.element_ty)
     filters = tl.load(

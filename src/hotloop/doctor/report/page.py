@@ -72,7 +72,10 @@ def _heading(facts: dict[str, Any]) -> str:
     if facts["device"]:
         parts.append(facts["device"])
     if facts["steps"]:
-        parts.append(f"{facts['window_note']}, {format_seconds(facts['step_s'])} each")
+        each = f"{facts['window_note']}, {format_seconds(facts['step_s'])} each"
+        if facts["replay"].get("event_us"):
+            each += f", {format_seconds(facts['replay']['unrecorded_s'] / facts['steps'])} unrecorded"
+        parts.append(each)
     elif facts["window_s"]:
         parts.append(f"{format_seconds(facts['window_s'])}, no steps marked")
     return " | ".join(parts)

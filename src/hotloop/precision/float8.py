@@ -41,7 +41,7 @@ def quantise(
     """
     most = torch.finfo(dtype).max
     magnitude = x.abs()
-    # one-dimensional first: with keepdim Inductor may choose strides that the units' product refuses
+    # without keepdim: the units want row factors with a last stride of 1
     largest = magnitude.amax() if dim is None else magnitude.amax(dim)
     inverse = most / largest.float().clamp(min=_LEAST)
     factor = inverse.reciprocal()
@@ -82,55 +82,16 @@ def multiply(
     # the units add a bias only to 16-bit results
     inside = bias is not None and dtype == torch.bfloat16
     within = bias.to(dtype) if bias is not None and inside else None
-    out: torch.Tensor
-    if factor_a.dim():
-        out = _multiply_rows(a8, b8, factor_a, factor_b, within, dtype, fast)
-    else:
-        out = torch._scaled_mm(
-            a8,
-            b8,
-            scale_a=factor_a,
-            scale_b=factor_b,
-            bias=within,
-            out_dtype=dtype,
-            use_fast_accum=fast,
-        )
-    return out if bias is None or inside else out + bias.to(dtype)
-
-
-@torch.library.custom_op("hotloop::multiply_rows", mutates_args=())
-def _multiply_rows(
-    a8: torch.Tensor,
-    b8: torch.Tensor,
-    factor_a: torch.Tensor,
-    factor_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    """A product with row factors that compilers leave alone: the units want every stride just so."""
-    return torch._scaled_mm(
-        a8.contiguous(),
-        b8.t().contiguous().t(),
-        scale_a=factor_a.reshape(-1, 1),
-        scale_b=factor_b.reshape(1, -1),
-        bias=bias,
+    out = torch._scaled_mm(
+        a8,
+        b8,
+        scale_a=factor_a,
+        scale_b=factor_b,
+        bias=within,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
-
-
-@_multiply_rows.register_fake
-def _(
-    a8: torch.Tensor,
-    b8: torch.Tensor,
-    factor_a: torch.Tensor,
-    factor_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    return a8.new_empty(a8.shape[0], b8.shape[1], dtype=dtype)
+    return out if bias is None or inside else out + bias.to(dtype)
 
 
 class Float8Numbers:
@@ -256,7 +217,7 @@ class _BothWays(torch.autograd.Function):
 
 
 class _Rowwise(torch.autograd.Function):
-    """One factor per row of the sums: each product casts its own factors, so 16-bit tensors are kept."""
+    """One factor per row of the sums: each product casts its own factors, so tensors are kept as they came."""
 
     @staticmethod
     def forward(
@@ -268,45 +229,55 @@ class _Rowwise(torch.autograd.Function):
         gradients: torch.dtype,
         emulated: bool,
     ) -> torch.Tensor:
-        x8, factor_x = quantise(x, FORWARD, 1)
-        w8, factor_w = quantise(weight, FORWARD, 1)
         ctx.save_for_backward(x, weight)
         ctx.b_dtype = None if bias is None else bias.dtype
         ctx.gradients, ctx.emulated = gradients, emulated
-        wide = _wide(dtype, emulated)
-        out = multiply(
-            x8, w8.t(), factor_x, factor_w.reshape(1, -1), wide, bias=bias, emulated=emulated, fast=True
-        )
-        return out.to(dtype)
+        return _multiply_rows(x, weight, bias, FORWARD, dtype, emulated)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
-        emulated = ctx.emulated
         if ctx.needs_input_grad[0]:
-            g8, factor_g = quantise(grad, ctx.gradients, 1)
-            w8, factor_w = quantise(weight, FORWARD, 0)
-            wide = _wide(x.dtype, emulated)
-            dx = multiply(g8, _columns(w8), factor_g, factor_w, wide, emulated=emulated, fast=True)
-            dx = dx.to(x.dtype)
+            dx = _multiply_rows(grad, weight.t(), None, ctx.gradients, x.dtype, ctx.emulated)
         if ctx.needs_input_grad[1]:
-            g8, factor_g = quantise(grad, ctx.gradients, 0)
-            x8, factor_x = quantise(x, FORWARD, 0)
-            wide = _wide(weight.dtype, emulated)
-            dw = multiply(
-                g8.t().contiguous(),
-                _columns(x8),
-                factor_g.reshape(-1, 1),
-                factor_x,
-                wide,
-                emulated=emulated,
-                fast=True,
-            )
-            dw = dw.to(weight.dtype)
+            dw = _multiply_rows(grad.t(), x.t(), None, ctx.gradients, weight.dtype, ctx.emulated)
         if ctx.b_dtype is not None and ctx.needs_input_grad[2]:
             db = grad.sum(0, dtype=torch.float32).to(ctx.b_dtype)
         return dx, dw, db, None, None, None
+
+
+@torch.library.custom_op("hotloop::multiply_rows", mutates_args=())
+def _multiply_rows(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: torch.dtype,
+    dtype: torch.dtype,
+    emulated: bool,
+) -> torch.Tensor:
+    """`a @ b.t() + bias` for `a` [M, K], `b` [N, K], each row of both in fp8 by its own factor; `a` as `kind`.
+
+    An operator of its own, casts and all: compiled by Inductor of torch 2.11 for a GPU, gradients came out as zeros.
+    """
+    a8, factor_a = quantise(a, kind, 1)
+    b8, factor_b = quantise(b, FORWARD, 1)
+    # with row factors the units give bf16 alone
+    wide = dtype if emulated else torch.bfloat16
+    a8, b8, factor_b = a8.contiguous(), b8.contiguous().t(), factor_b.reshape(1, -1)
+    return multiply(a8, b8, factor_a, factor_b, wide, bias=bias, emulated=emulated, fast=True).to(dtype)
+
+
+@_multiply_rows.register_fake
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: torch.dtype,
+    dtype: torch.dtype,
+    emulated: bool,
+) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
 def _cast_both_ways(
@@ -316,11 +287,6 @@ def _cast_both_ways(
     inverse = torch.finfo(dtype).max / x.abs().amax().float().clamp(min=_LEAST)
     straight, turned, total = cast_both_ways(x, inverse, dtype, sums=sums)
     return straight, turned, inverse.reciprocal(), total
-
-
-def _wide(dtype: torch.dtype, emulated: bool) -> torch.dtype:
-    """The dtype of a product with row factors: the units give bf16 alone."""
-    return dtype if emulated else torch.bfloat16
 
 
 def _columns(a: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from hotloop.kernels import (
     Tables,
     bias_gelu,
     clip_norm,
+    column_sums,
     fused_adamw,
     layer_norm,
     linear_cross_entropy,
@@ -209,6 +210,14 @@ def row_lines(rate: float, quick: bool) -> list[Figure]:
             "Inductor": gelu_and_back(torch.compile(stock_gelu)),
         },
         ROWS * WIDE * 2 * (2 + 3),
+        rate,
+        quick,
+    )
+    packed = torch.randn(ROWS, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
+    figures += line(
+        "sums of 1,152 columns",
+        {"ours": lambda: column_sums(packed), "stock": lambda: packed.sum(0)},
+        packed.numel() * 2,
         rate,
         quick,
     )

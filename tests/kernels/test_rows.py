@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hotloop.errors import KernelError
-from hotloop.kernels import bias_gelu, bias_gelu_eager, layer_norm, layer_norm_eager
+from hotloop.kernels import bias_gelu, bias_gelu_eager, column_sums, layer_norm, layer_norm_eager
 
 
 def norm_inputs(dtype, *, branch_dtype=None, branch=True, bias=True, shift=True, shape=(3, 5, 40)):
@@ -104,6 +104,16 @@ def test_gelu_is_near_float64(dtype, bias, shape):
     for a, e in zip((out, *grads), (exact, *exact_grads), strict=True):
         assert a.dtype == dtype
         assert (a.double() - e).norm() <= bound * e.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1000, 40), (3, 1152), (1, 1)])
+def test_column_sums_are_near_float64(dtype, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums, exact = column_sums(x), x.double().sum(0)
+    assert sums.dtype == dtype
+    bound = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    assert (sums.double() - exact).norm() <= bound * exact.norm()
 
 
 def test_misfits_are_named():

@@ -7,6 +7,7 @@ from hotloop.deferred import deferred
 if TYPE_CHECKING:
     from hotloop.kernels.adamw import adamw_eager, adamw_runs_on, fused_adamw
     from hotloop.kernels.attention import self_attention, self_attention_eager
+    from hotloop.kernels.columns import column_sums, column_sums_eager
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
     from hotloop.kernels.eight_bits import cast_both_ways, cast_both_ways_eager
     from hotloop.kernels.fusion import compile_fused, rewrite
@@ -40,6 +41,8 @@ __all__ = [
     "chosen",
     "clip_norm",
     "clip_norm_eager",
+    "column_sums",
+    "column_sums_eager",
     "compile_fused",
     "cross_entropy_eager",
     "fused_adamw",
@@ -82,6 +85,8 @@ __getattr__ = deferred(
         "chosen": "hotloop.kernels.selection",
         "clip_norm": "hotloop.kernels.norms",
         "clip_norm_eager": "hotloop.kernels.norms",
+        "column_sums": "hotloop.kernels.columns",
+        "column_sums_eager": "hotloop.kernels.columns",
         "compile_fused": "hotloop.kernels.fusion",
         "cross_entropy_eager": "hotloop.kernels.cross_entropy",
         "fused_adamw": "hotloop.kernels.adamw",

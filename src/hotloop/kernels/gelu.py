@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hotloop.errors import KernelError
+from hotloop.kernels.columns import rows_each
 
 __all__ = ["bias_gelu", "bias_gelu_eager"]
 
@@ -93,7 +94,7 @@ def _backward(
     z = z.contiguous()
     z_slope = torch.empty_like(z)
     rows, columns = _tile(width)
-    each = _rows_each(n, triton.cdiv(width, columns), rows)
+    each = rows_each(n, triton.cdiv(width, columns), rows, _PROGRAMS)
     programs = triton.cdiv(n, each)
     partials = torch.empty(programs, width, dtype=torch.float32, device=z.device)
     gelu_backward[(programs, triton.cdiv(width, columns))](
@@ -138,9 +139,3 @@ def _tile(width: int) -> tuple[int, int]:
 
     columns = min(128, triton.next_power_of_2(width))
     return max(1, 2048 // columns), columns
-
-
-def _rows_each(n: int, across: int, rows: int) -> int:
-    """Rows per program, a multiple of its tile, so that there are about `_PROGRAMS` programs."""
-    wanted = max(1, _PROGRAMS // across)
-    return max(rows, -(-n // (wanted * rows)) * rows)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hotloop.kernels.columns import column_sums
+
 __all__ = ["linear", "products_beside"]
 
 
@@ -61,7 +63,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flat = slope.reshape(-1, slope.shape[-1])
     for_x, for_weight = products_beside(flat, x.reshape(-1, x.shape[-1]).contiguous(), weight)
-    for_bias = flat.sum(0) if with_bias else x.new_empty(0)
+    for_bias = column_sums(flat) if with_bias else x.new_empty(0)
     return for_x.view(x.shape), for_weight, for_bias
 
 

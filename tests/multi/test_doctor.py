@@ -23,9 +23,9 @@ rank = dist.get_rank()
 model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
 model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(12):
+for step in range(8):
     if rank == 1:
-        time.sleep(0.15)
+        time.sleep(0.4)
     model(torch.ones(4, 16)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -61,7 +61,7 @@ def facts_of(text: str) -> dict[str, object]:
 
 
 def test_two_processes_one_window_and_the_slow_rank_by_name(script: Path) -> None:
-    options = ["-n", "2", "--device", "cpu", "--skip", "2", "--steps", "3", "--json"]
+    options = ["-n", "2", "--device", "cpu", "--skip", "1", "--steps", "3", "--json"]
     done = run("-m", "hotloop", "doctor", *options, "train.py", "0", "-n", "9", cwd=script)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 0 0 -n 9\n"
@@ -70,12 +70,12 @@ def test_two_processes_one_window_and_the_slow_rank_by_name(script: Path) -> Non
     assert isinstance(ranks, dict)
     assert [row["rank"] for row in ranks["rows"]] == [0, 1]
     assert ranks["straggler"] == "train.py, rank 1"
-    # rank 0 is done in no time and waits for the rest of the 150 ms, in which nothing is computed
+    # rank 0 is done in no time and waits for the rest of the 400 ms, in which nothing is computed
     first, second = ranks["rows"]
-    assert first["exposed_ms"] > 100
+    assert first["exposed_ms"] > 200
     assert first["exposed_ms"] <= first["collectives_ms"] + 1e-6
-    assert second["collectives_ms"] < first["collectives_ms"] - 100
-    assert second["host_ms"] > first["host_ms"] + 100
+    assert second["collectives_ms"] < first["collectives_ms"] - 200
+    assert second["host_ms"] > first["host_ms"] + 200
     assert ranks["matched"]
     assert str(facts["verdict"]).startswith("The other ranks wait for rank 1: up to ")
     assert "more on its host" in str(facts["verdict"])
@@ -83,8 +83,8 @@ def test_two_processes_one_window_and_the_slow_rank_by_name(script: Path) -> Non
 
 def test_under_another_launcher(script: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    options = ["--no-python", sys.executable, "-m", "hotloop", "doctor", "--skip", "2", "--steps", "3"]
+    options = ["--no-python", sys.executable, "-m", "hotloop", "doctor", "--skip", "1", "--steps", "3"]
     done = run(*launcher, *options, "train.py", "0", cwd=script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 0", "rank 1 0"]
-    assert done.stderr.count("The other ranks wait for rank 1") == 1
+    assert done.stderr.count("The other ranks wait for rank 1") == 1, done.stderr

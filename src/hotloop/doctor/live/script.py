@@ -39,6 +39,7 @@ class Watched:
             several processes the first one has it, with all of them in its `ranks`.
         tells: False in a process whose windows another one reports.
         stoppers: what would keep a step from being captured, of this process.
+        missing: ranks that left no window.
     """
 
     status: int
@@ -46,6 +47,7 @@ class Watched:
     trace: Trace | None
     tells: bool = True
     stoppers: tuple[Stopper, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 def run_watched(
@@ -82,15 +84,16 @@ def run_watched(
         return Watched(status, watch.steps, None, tells=False)
     # after a failure the others may never come to their end
     left = gathering.collect() if status == 0 else gathering.collect(3.0)
-    traces = [
-        trace
-        for rank, (files, notes) in left.items()
-        if (trace := read_windows(files, notes, f"{target}, rank {rank}")) is not None
-    ]
+    read = {
+        rank: read_windows(files, notes, f"{target}, rank {rank}") for rank, (files, notes) in left.items()
+    }
+    traces = [trace for trace in read.values() if trace is not None]
+    missing = tuple(rank for rank in gathering.ranks if read.get(rank) is None)
     gathering.close()
     for trace in traces:
         trace.ranks = tuple(traces)
-    return Watched(status, watch.steps, traces[0] if traces else None, stoppers=watch.stoppers())
+    first = traces[0] if traces else None
+    return Watched(status, watch.steps, first, stoppers=watch.stoppers(), missing=missing)
 
 
 @dataclass(frozen=True)

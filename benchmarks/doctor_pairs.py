@@ -310,8 +310,8 @@ class Verdict:
 
     @property
     def error(self) -> float:
-        """Of the predicted saving, against the real one, or against the step where nothing is to be saved."""
-        return (self.predicted - self.real) / (self.real if abs(self.real) > 0.02 * self.slow else self.slow)
+        """Of the predicted saving, against the real one; against the step where that is less than 3 % of it."""
+        return (self.predicted - self.real) / (self.real if abs(self.real) > 0.03 * self.slow else self.slow)
 
 
 def saving(trace: Trace, pair: Pair) -> float:

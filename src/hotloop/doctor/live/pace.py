@@ -107,8 +107,8 @@ class RecordingCost:
 def _guarded(measure: Callable[[], tuple[float, float]]) -> tuple[float, float] | None:
     try:
         return measure()
-    except RuntimeError:
-        # no memory left, or a device that cannot be asked any more
+    except (RuntimeError, AttributeError):
+        # no memory left, a device that cannot be asked any more, or a torch without its sleeping kernel
         return None
 
 

@@ -190,3 +190,25 @@ def test_linear_layers_run_their_products_beside_each_other(autocast, bound):
     for a, b in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
         assert a.dtype == b.dtype
         assert (a - b).float().norm() <= bound * b.float().norm()
+
+
+def test_sums_in_place_are_left_alone():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = x * 2
+            before = x
+            x += self.out(x)
+            return self.norm(x) + before
+
+    torch.manual_seed(0)
+    model, x = Adds(), torch.randn(3, 8)
+    graph_module = found_graph(model, x)
+    assert rewrite(graph_module, anywhere) == 1
+    (norm,) = (
+        n for n in graph_module.graph.nodes if "layer_norm" in str(n.target) and "getitem" not in n.name
+    )
+    assert norm.args[1] is None

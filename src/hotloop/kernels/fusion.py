@@ -26,7 +26,8 @@ __all__ = ["compile_fused", "rewrite"]
 
 _LINEAR: tuple[Any, ...] = (F.linear, torch._C._nn.linear)
 _GELU: tuple[Any, ...] = (F.gelu, torch._C._nn.gelu)
-_ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
+# not `+=`: what it writes into may be read under its old name
+_ADD: tuple[Any, ...] = (operator.add, torch.add)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST_NORM = 8192
 

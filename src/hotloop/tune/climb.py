@@ -29,6 +29,8 @@ _FIRST_WARM_UP = 10
 _SLICE_S = 0.3
 _LEAST_STEPS = 20
 _AUTO_DECIDES = 80
+# a rung whose interval reaches this far deserves a second trial
+_MAY_HELP = 1.05
 _PROOF_SHARE = 0.3
 _FINAL_ROUNDS = 6
 _START_LIMIT_S = 120.0
@@ -144,7 +146,7 @@ class Climb:
         """What noise left open is tried once more, on top of all that was kept."""
         result = self.result
         for i, before in enumerate(result.tried):
-            if before.gain is None or before.gain.verdict != "undecided" or before.gain.ratio < 1.0:
+            if before.outcome != "not faster" or before.gain is None or before.gain.high < _MAY_HELP:
                 continue
             if self._left_s() < 2 * self._reserve_s() or self._hopeless(before.rung):
                 continue

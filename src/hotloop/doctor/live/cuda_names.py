@@ -78,6 +78,9 @@ class _Idle:
     def __exit__(self, *exception: object) -> None:
         return None
 
+    def is_capturing(self) -> bool:
+        return False
+
     def query(self) -> bool:
         return True
 
@@ -155,6 +158,13 @@ def redirect_cuda(log: StallLog) -> None:
     public._C._cuda_getCurrentRawStream = _always(0)
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream()
     cuda.stream = cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
+    accelerator: Any = torch.accelerator
+    accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    accelerator.synchronize = waits
+    accelerator.is_available = _always(True)
+    accelerator.device_count = _always(1)
+    accelerator.current_device_index = accelerator.current_device_idx = _always(0)
+    accelerator.current_stream = cuda.current_stream
     _move()
     _pin()
     _leave_alone()
@@ -222,7 +232,7 @@ def _leave_alone() -> None:
     def make_autocast(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **rest: Any
     ) -> None:
-        on_gpu = device_type == "cuda"
+        on_gpu = device_type in ("cuda", NAME)
         make(
             self, "cpu" if on_gpu else device_type, None if on_gpu else dtype, enabled and not on_gpu, **rest
         )

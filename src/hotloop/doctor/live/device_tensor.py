@@ -82,6 +82,7 @@ class DeviceTensor(torch.Tensor):
     """A tensor of the virtual GPU; to the script it says that it lies on "cuda:0"."""
 
     raw: torch.Tensor
+    copies_plainly = True  # for whoever saves tensors and refuses classes it does not know
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> DeviceTensor:

@@ -7,7 +7,11 @@ parameter stays on the host, so that reading a batch's labels is no alarm.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +22,9 @@ from hotloop.doctor.live.stall_log import Stall, StallLog
 from hotloop.doctor.live.steps import StepMarks
 
 __all__ = ["VirtualDevice"]
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PROJECT = str(Path(__file__).parents[2]) + os.sep
 
 # what asks for values; what has a result of unknown size
 _READS = frozenset(
@@ -79,7 +86,8 @@ class VirtualDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self._waits(name, args, kwargs):
-            self.log.note(name)
+            if not _inside_loop(sys._getframe(1)):
+                self.log.note(name)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         self._follow(result)
@@ -117,3 +125,13 @@ class VirtualDevice(TorchFunctionMode):
     def stalls(self) -> list[Stall]:
         """What would wait, the most frequent first."""
         return self.log.stalls()
+
+
+def _inside_loop(frame: FrameType | None) -> bool:
+    """Whether it is a `Loop` that asks, which asks nothing of a GPU, but by `read`."""
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__
+    ):
+        frame = frame.f_back
+    mine = frame is not None and frame.f_code.co_filename.startswith(_PROJECT)
+    return mine and frame is not None and frame.f_code.co_name != "read"

@@ -143,7 +143,10 @@ def _clone_contiguous(tensor: Tensor) -> Tensor:
 
 def _check_kind(tensor: Tensor, where: str) -> None:
     fault = None
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    # a class may say that its tensors are copied as plain ones are
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and not getattr(
+        type(tensor), "copies_plainly", False
+    ):
         # A lazily or otherwise specially made Parameter still is a plain tensor underneath.
         plain = isinstance(tensor, torch.nn.Parameter) and type(tensor.data) is Tensor
         if not plain or torch.nn.parameter.is_lazy(tensor):

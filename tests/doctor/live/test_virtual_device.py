@@ -121,3 +121,34 @@ def test_batches_of_several_shapes_are_told(tmp_path: Path) -> None:
     (changing,) = [stopper for stopper in virtual.stoppers if "shapes" in stopper.why]
     assert changing.line == 5
     assert "[8, 4], [4, 4]" in changing.why
+
+
+def test_a_loop_waits_nowhere_but_where_its_script_does(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, hotloop\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "torch.set_num_threads(1)\n"
+        "loop = hotloop.Loop(seed=0, record=False)\n"
+        "x = torch.randn(64, 4)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model, optimizer, loader = loop.prepare(\n"
+        "    model, optimizer, DataLoader(TensorDataset(x, x[:, :1]), batch_size=8)\n"
+        ")\n"
+        "for a, b in loader:\n"
+        "    loss = (model(a) - b).square().mean()\n"
+        "    loop.backward(loss)\n"
+        "    loop.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    loop.log(loss=loss)\n"
+        "    if loss > 100:\n"
+        "        break\n"
+        f"loop.save_state({str(tmp_path / 'checkpoint')!r})\n"
+        "loop.end_training()\n"
+    )
+    virtual = run_virtually(str(script), [])
+    assert (virtual.status, virtual.on_device, virtual.broke) == (0, True, "")
+    assert [stall.line for stall in virtual.stalls if stall.recurs] == [18]
+    assert virtual.steps == 8

@@ -192,7 +192,7 @@ def unfused(repaired: bool) -> Step:
 
 def single_precision(repaired: bool) -> Step:
     torch.backends.cuda.matmul.allow_tf32 = False
-    train = training(4096, 6, 4096, torch.bfloat16 if repaired else torch.float32)
+    train = training(4096, 3, 4096, torch.bfloat16 if repaired else torch.float32)
 
     def step() -> None:
         train()
@@ -213,7 +213,7 @@ def thrash(repaired: bool) -> Step:
 
 
 def looped_optimizer(repaired: bool) -> Step:
-    model = network(256, 120, torch.float32)
+    model = network(256, 60, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), fused=repaired, foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -288,7 +288,7 @@ def measure(pair: Pair, folder: Path, *, quick: bool) -> None:
     times: dict[str, list[float]] = {"slow": [], "fast": []}
     # recorded between the timings: a shared machine's host is not the same for long
     for number in range(RECORDINGS):
-        for _ in range(2 if quick else 4):
+        for _ in range(2 if quick else 3):
             times["slow"].append(step_ms(faulty, steps=steps))
             times["fast"].append(step_ms(repaired, steps=steps))
         watch(faulty, folder, f"faulty{number}-")

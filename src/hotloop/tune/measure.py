@@ -4,8 +4,9 @@ Both processes are warm and wait; in each round first the one, then the other (a
 runs a stretch of steps. What a round says is the logarithm of the ratio of both times, so that whatever slows the
 machine for longer than a round slows both. Looks are taken after 3, 4, 6, 9, 14 and 20 rounds; at each, Student's
 interval of the mean at 1 - 0.05/6 is formed (Bonferroni over the looks), so that a rung without effect is kept with a
-probability of at most 2.5 %. It is kept once all of the interval lies above the least gain, dropped once it reaches
-no further or, from four rounds on, one at 60 % does not, and left undecided where 20 rounds as noisy as those so far would not decide it.
+probability of at most 2.5 %. It is kept once all of the interval lies above the least gain, dropped once it reaches no
+further or, from four rounds on, one at 60 % does not, and left undecided where 20 rounds as noisy as those so far would
+not decide it.
 """
 
 from __future__ import annotations

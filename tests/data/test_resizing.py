@@ -185,3 +185,26 @@ def test_norms_are_refreshed_as_torchs_own_helper_does():
     hook.remove()
     assert torch.allclose(ours[4].running_mean, torch.stack(seen).mean(0), atol=1e-6)
     assert refresh_norms(nn.Linear(2, 2), iter(())) == 0
+
+
+def test_small_images_can_be_crops():
+    x = images(40, 8)
+    source = ResidentImages(x, torch.arange(40), shrink="crop")
+    loader = ResidentLoader(source, seed=2, resizing=Resizing([(1, 4), (1, 8)], batch_size=4))
+    whole = ResidentImages(x).cut(torch.arange(40), torch.tensor(0), 0, None)
+    seen = set()
+    for crops, labels in loader:
+        assert crops.shape[2:] == (4, 4)
+        for crop, label in zip(crops, labels, strict=True):
+            places = [
+                (i, j)
+                for i in range(5)
+                for j in range(5)
+                if torch.equal(crop, whole[label, :, i : i + 4, j : j + 4])
+            ]
+            assert len(places) == 1
+            seen.update(places)
+    assert len(seen) > 10  # of 25
+    assert all(b[0].shape[2:] == (8, 8) for b in loader)
+    with pytest.raises(DataError, match="resize, crop"):
+        ResidentImages(x, shrink="squeeze")

@@ -30,6 +30,9 @@ class ResidentImages:
         smoothing: of such targets.
         filters: a first layer that does not learn, [O, C, K, K]: batches are silu(conv2d(images, filters)), of its
             dtype, made by the same kernel. It is read at each batch, and may be changed in place. Needs labels.
+        shrink: how a `Resizing` makes images smaller: "resize", or "crop", a window of the image that is shifted as
+            far as the image goes. Crops keep the grain of the full image, on which a network without a fixed size
+            (with a global pooling) can be judged.
         device: where all of it is moved.
         eager: use the twin on a CUDA device too.
 
@@ -47,6 +50,7 @@ class ResidentImages:
         classes: int = 0,
         smoothing: float = 0.0,
         filters: torch.Tensor | None = None,
+        shrink: str = "resize",
         device: torch.device | str | None = None,
         eager: bool = False,
     ) -> None:
@@ -59,6 +63,8 @@ class ResidentImages:
             raise DataError(f"{len(images)} images have {len(labels)} labels")
         if filters is not None and labels is None:
             raise DataError("a first layer in the loader needs labels")
+        if shrink not in ("resize", "crop"):
+            raise DataError(f"shrink={shrink!r} is not known; valid values are: resize, crop")
         if smoothing and not classes:
             raise DataError("smoothing needs classes: how many there are")
         where = images.device if device is None else torch.device(device)
@@ -69,6 +75,7 @@ class ResidentImages:
         self.classes = classes
         self.smoothing = smoothing
         self.filters = filters
+        self.shrink = shrink
         self.eager = eager
         self._sized: dict[int, torch.Tensor] = {}
 
@@ -99,14 +106,19 @@ class ResidentImages:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Images [B, C, H, W] (channels-last memory), and their targets if there are labels.
 
-        At another size, shifts and holes shrink in proportion.
+        At another size, shifts and holes shrink in proportion; those of crops do not.
         """
         images, how = self.images, self.how
         if size is not None and size != images.shape[1]:
-            share = size / images.shape[1]
-            images = self.at_size(size)
-            translate, cutout, crop = (round(v * share) for v in (how.translate, how.cutout, how.crop))
-            how = replace(how, translate=translate, cutout=cutout, crop=crop)
+            if self.shrink == "crop":
+                how = replace(
+                    how, crop=size, translate=max(how.translate, (min(images.shape[1:3]) - size) // 2)
+                )
+            else:
+                share = size / images.shape[1]
+                images = self.at_size(size)
+                translate, cutout, crop = (round(v * share) for v in (how.translate, how.cutout, how.crop))
+                how = replace(how, translate=translate, cutout=cutout, crop=crop)
         if self.labels is None:
             return augment(images, indices, epoch, how, seed=seed, dtype=self.dtype, eager=self.eager)
         if self.filters is not None:

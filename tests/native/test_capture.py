@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -86,17 +87,57 @@ def test_an_unsupported_operation_is_named_with_its_place(tmp_path: Path) -> Non
 def test_the_nearest_supported_form_is_named(tmp_path: Path) -> None:
     class Nearly(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.conv_transpose1d(x, torch.ones(3, 2, 3))
+            return torch.logcumsumexp(x, 1)
 
-    with pytest.raises(native.UnsupportedOpError, match=r"Nearest supported: .*conv1d"):
-        native.build(Nearly(), torch.randn(1, 3, 8), out=tmp_path / "nearly.so")
+    with pytest.raises(native.UnsupportedOpError, match=r"Nearest supported: cumsum"):
+        native.build(Nearly(), torch.randn(1, 3), out=tmp_path / "nearly.so")
 
-    class Lonely(nn.Module):
+
+def test_what_a_module_computed_for_itself_is_copied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.utils.weight_norm(nn.Conv1d(2, 3, 2)), nn.ReLU())
+    x = torch.randn(1, 2, 6)
+    model(x)  # the old weight norm keeps a weight with a history, which deepcopy refuses
+    compiled = native.build(model, x, out=tmp_path / "normed.so", quiet=True)
+    np.testing.assert_allclose(compiled(x), model(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_model_with_values_is_named(tmp_path: Path) -> None:
+    x, out = torch.randn(1, 4), tmp_path / "none.so"
+    for model, word in (
+        (nn.Linear(4, 3, device="meta"), "'weight' is on the meta device"),
+        (nn.LazyLinear(3), "'weight' has no shape yet"),
+        (torch.nn.functional.relu, "is a function; give an nn.Module"),
+    ):
+        with warnings.catch_warnings(), pytest.raises(native.BuildError, match=word):
+            warnings.simplefilter("ignore")
+            native.build(model, x, out=out, quiet=True)  # type: ignore[arg-type]
+
+
+def test_nested_outputs_are_given_flat_and_what_is_no_tensor_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> object:
+            return {"total": x.sum(), "rest": (x * 2, None)}, "text"
+
+    x = torch.randn(2, 3)
+    total, double = native.build(Nested(), x, out=tmp_path / "nested.so")(x)
+    assert total.shape == ()
+    assert total == pytest.approx(x.sum().item(), rel=1e-5)
+    assert np.array_equal(double, (x * 2).numpy())
+    assert "'text'" in capsys.readouterr().out
+
+
+def test_random_models_are_refused(tmp_path: Path) -> None:
+    class Always(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("ij,kl->il", x, x)
+            return torch.nn.functional.dropout(x, 0.5, training=True)
 
-    with pytest.raises(native.UnsupportedOpError, match=r"call \.sum\(\) on it before"):
-        native.build(Lonely(), torch.randn(3, 3), out=tmp_path / "lonely.so")
+    with pytest.raises(native.UnsupportedOpError, match="random"):
+        native.build(Always(), torch.randn(1, 4), out=tmp_path / "random.so")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from hotloop.native.graph import Graph
 from hotloop.native.handle import CompiledModel, load
 from hotloop.native.library import write_report
 from hotloop.native.lowering import lower
+from hotloop.native.ordering import UNSTABLE
 from hotloop.native.passes import optimise
 from hotloop.native.quantise import LayerError, read_batches, set_scales
 from hotloop.native.verify import BOUND, INT8_BOUND, check_model, measure_error
@@ -105,7 +106,7 @@ def build(
             report = _check_int8(compiled, module, batches, layers, bound, force, path.name)
         else:
             found = check_model(compiled, module, inputs, bound=BOUND if bound is None else bound)
-            found.raise_if_failed(path.name)
+            found.raise_if_failed(path.name, notes)
             report = found.as_report()
         write_report(path, report | {"notes": notes}, REPORT_BYTES)
         compiled = load(path)
@@ -178,6 +179,7 @@ def _emit(graph: Graph, captured: Captured, precision: str, target: str) -> Emit
     facts = {
         "captured_by": captured.how,
         "precision": precision,
+        "sorts": any(call.op.startswith(UNSTABLE) for call in captured.calls),
         "time_inputs": graph.time_inputs,
         "output_rows": graph.output_rows,
         "work": {"commit": asdict(count_work(graph.nodes)), "prep": asdict(count_work(graph.prep))},

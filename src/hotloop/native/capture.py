@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotloop.native.faults import NativeError
+from hotloop.native.faults import BuildError, NativeError, StatefulError
 from hotloop.native.graph import Origin
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Ref",
     "capture_model",
     "capture_program",
+    "copy_model",
     "find_source_line",
     "name_operation",
 ]
@@ -72,9 +73,9 @@ def capture_model(model: nn.Module, example: Sequence[torch.Tensor]) -> Captured
     """Capture `model`, in evaluation mode, for inputs of exactly the example's shapes.
 
     Raises:
-        NativeError: it can be neither exported nor recorded; holds both reasons.
+        NativeError: it is no module with values, or can be neither exported nor recorded; holds both reasons.
     """
-    model = copy.deepcopy(model).eval().cpu()
+    model = copy_model(model).eval().cpu()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
@@ -82,6 +83,9 @@ def capture_model(model: nn.Module, example: Sequence[torch.Tensor]) -> Captured
         with warnings.catch_warnings(), torch.no_grad(), _quiet_logs():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, tuple(example), strict=False)
+            return capture_program(program)
+    except StatefulError:
+        raise
     except Exception as error:
         from hotloop.native.record import record_model
 
@@ -90,19 +94,45 @@ def capture_model(model: nn.Module, example: Sequence[torch.Tensor]) -> Captured
             f"recorded from one run, because torch.export failed: {_first_line(error)}; branches on values are fixed"
         )
         return captured
-    return capture_program(program)
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A copy that shares nothing with `model`, tensors that were computed (old weight norm's weight) included.
+
+    Raises:
+        BuildError: it is no nn.Module, is compiled by TorchScript, or has parameters without values.
+    """
+    if not isinstance(model, nn.Module):
+        raise BuildError(
+            f"the model is a {type(model).__name__}; give an nn.Module or a program of torch.export (a function: "
+            "a module whose forward calls it)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise BuildError(
+            "the model is a TorchScript module, which torch.export does not read; give the nn.Module"
+        )
+    computed: dict[int, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in [*module.__dict__.items(), *module._parameters.items(), *module._buffers.items()]:
+            place = f"{path}.{name}".removeprefix(".")
+            if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+                raise BuildError(f"{place!r} has no shape yet; run the model once on an input, then build it")
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise BuildError(f"{place!r} is on the meta device and has no values; load the weights first")
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                computed[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, computed)
 
 
 @contextmanager
 def _quiet_logs() -> Iterator[None]:
     """torch logs whole graphs where it cannot export; the reason is told in one line here."""
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
 def _first_line(error: Exception) -> str:
@@ -116,7 +146,14 @@ def capture_program(program: torch.export.ExportedProgram) -> Captured:
     Raises:
         NativeError: it takes or returns something that is not a tensor.
     """
+    program = _without_writes(program)
     signature = program.graph_signature
+    for spec in signature.output_specs:
+        if spec.kind == torch.export.graph_signature.OutputKind.BUFFER_MUTATION:
+            raise StatefulError(
+                f"the model writes to its buffer {spec.target!r}, and a library keeps nothing of a call; take the "
+                "state as an input and return the new one (streaming= makes the state of layers by itself)"
+            )
     constants: dict[str, torch.Tensor] = {}
     inputs: list[str] = []
     state: dict[str, Any] = {**program.constants, **program.state_dict}
@@ -132,7 +169,7 @@ def capture_program(program: torch.export.ExportedProgram) -> Captured:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
                 continue
-            if any(not isinstance(size, int) for size in value.shape):
+            if any(type(size) is not int for size in value.shape):
                 raise NativeError(
                     f"input {node.name!r} has a dynamic shape {tuple(value.shape)}; export with the fixed sizes that "
                     "the library shall have (one library per batch size)"
@@ -145,8 +182,45 @@ def capture_program(program: torch.export.ExportedProgram) -> Captured:
         elif node.op == "call_function":
             found.calls.append(_read_call(node))
         elif node.op == "output":
-            found.outputs = _read_outputs(node.args[0], program)
+            found.outputs = _read_outputs(node.args[0], program, found.notes)
     return found
+
+
+# Their result may stand for their operand where nothing else looks at it.
+# fmt: off
+_IN_PLACE = frozenset((
+    "relu_", "relu6_", "hardtanh_", "hardswish_", "hardsigmoid_", "silu_", "mish_", "leaky_relu_", "elu_", "celu_",
+    "selu_", "sigmoid_", "tanh_", "exp_", "add_", "sub_", "mul_", "div_", "clamp_", "masked_fill_", "dropout_",
+))
+# fmt: on
+
+
+def _without_writes(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with writes in place as new values, where something else may look at what is written."""
+    if not any(_writes_elsewhere(node) for node in program.graph.nodes):
+        return program
+    with warnings.catch_warnings(), torch.no_grad(), _quiet_logs():
+        warnings.simplefilter("ignore")
+        return program.run_decompositions({})
+
+
+def _writes_elsewhere(node: torch.fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if not node.target._schema.is_mutable:
+        return False
+    name, written = name_operation(node.target).partition(".")[0], node.args[0]
+    if name not in _IN_PLACE or not isinstance(written, torch.fx.Node) or written.op != "call_function":
+        return True
+    return _looks_at(written) or any(_looks_at(user) for user in written.users)
+
+
+def _looks_at(node: torch.fx.Node) -> bool:
+    """Whether the result may share memory with an operand that is not written."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    returned = node.target._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returned)
 
 
 def _attribute(program: torch.export.ExportedProgram, target: str) -> torch.Tensor:
@@ -160,7 +234,9 @@ def _attribute(program: torch.export.ExportedProgram, target: str) -> torch.Tens
     return value.detach()
 
 
-def _read_outputs(outputs: Any, program: torch.export.ExportedProgram) -> list[Ref | torch.Tensor]:
+def _read_outputs(
+    outputs: Any, program: torch.export.ExportedProgram, notes: list[str]
+) -> list[Ref | torch.Tensor]:
     kept = torch.export.graph_signature.OutputKind.USER_OUTPUT
     found: list[Ref | torch.Tensor] = []
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
@@ -169,7 +245,7 @@ def _read_outputs(outputs: Any, program: torch.export.ExportedProgram) -> list[R
         elif spec.kind == kept and isinstance(value, torch.Tensor):
             found.append(value)
         elif spec.kind == kept and value is not None:
-            found.append(torch.tensor(value))
+            notes.append(f"an output that is no tensor ({value!r}) is left out")
     return found
 
 

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hotloop.native.capture import Call, Captured, Ref, name_operation
+from hotloop.native.faults import NoForm, UnsupportedOpError
+from hotloop.native.functions import FUNCTIONS
+from hotloop.native.ordering import ORDERS
+from hotloop.native.picking import PICKS
 
 __all__ = ["decompose"]
 
 # A decomposition may hold calls that are taken apart again; deeper than this it goes round in a circle.
 _DEEPEST = 4
-_FIRST_NONE = float("inf")
-
 Plain = Callable[..., Any]
 
 
@@ -30,14 +33,14 @@ def decompose(captured: Captured, known: Collection[str]) -> Captured:
 
     A call that cannot be taken apart stays, for the error that names it.
     """
-    if all(call.op in known or call.op == "getitem" for call in captured.calls):
-        return captured
     taken: dict[str, list[Ref]] = {}
     calls: list[Call] = []
 
     def resolve(value: Any) -> Any:
-        if isinstance(value, Ref) and value.name in taken:
-            return taken[value.name][0]
+        if isinstance(value, Ref):
+            # a recording names one of several results "call#index", a program picks it by a call
+            base, _, index = value.name.partition("#")
+            return taken[base][int(index or 0)] if base in taken else value
         if isinstance(value, (list, tuple)):
             return type(value)(resolve(item) for item in value)
         return value
@@ -64,7 +67,8 @@ def _expand(
     call: Call, captured: Captured, known: Collection[str], before: list[Call], depth: int
 ) -> tuple[list[Call], list[Ref]] | None:
     """The calls that stand for `call`, and what its results are called; None where it stays."""
-    plain = None if call.op in known or call.op == "getitem" else _find(call)
+    stays = call.op == "getitem" or (call.op in known and not _is_beyond(call))
+    plain = None if stays else _find(call)
     if plain is None or depth == _DEEPEST:
         return None
     refs: list[Ref] = []
@@ -95,8 +99,13 @@ def _expand(
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
+            composite = _is_composite(call)
             # a composite operation would come back whole from before dispatch
-            graph = make_fx(run, pre_dispatch=not _is_composite(call))(*samples).graph
+            graph = make_fx(run, pre_dispatch=not composite)(*samples).graph
+            if any(n.op == "call_function" and _is_write(n.target) for n in graph.nodes):
+                graph = make_fx(functionalize(run, remove="mutations"))(*samples).graph
+    except NoForm as reason:
+        raise UnsupportedOpError(f"{call.origin}: {reason}") from None
     except Exception:
         # no decomposition for these arguments: the call is refused by its own name
         return None
@@ -105,6 +114,7 @@ def _expand(
     )
     inner: list[Call] = []
     results: list[Ref] = []
+    several: dict[str, list[Ref]] = {}
 
     def refer(value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
@@ -118,6 +128,9 @@ def _expand(
             captured.constants[f"{call.name}.{node.name}"] = getattr(graph.owning_module, str(node.target))
             names[node.name] = Ref(f"{call.name}.{node.name}")
         elif node.op == "call_function":
+            if name_operation(node.target) == "getitem" and node.args[0].name in several:
+                names[node.name] = several[node.args[0].name][node.args[1]]
+                continue
             made = _read(node, f"{call.name}.{node.name}", call, refer)
             deeper = _expand(made, captured, known, [*before, *inner], depth + 1)
             if made.op == "getitem" and "#" in names[node.args[0].name].name:
@@ -127,6 +140,7 @@ def _expand(
                 names[node.name] = Ref(made.name)
             else:
                 inner += deeper[0]
+                several[node.name] = deeper[1]
                 names[node.name] = deeper[1][0]
         elif node.op == "output":
             given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
@@ -164,12 +178,45 @@ def _sample(ref: Ref, captured: Captured, before: list[Call]) -> torch.Tensor:
 
 
 def _is_composite(call: Call) -> bool:
-    return call.op not in _OURS and call.target not in torch._decomp.decomposition_table
+    return _find_ours(call) is None and call.target not in torch._decomp.decomposition_table
+
+
+def _find_ours(call: Call) -> Plain | None:
+    # operations in prims are the same under another roof
+    return _OURS.get(call.op) or _OURS.get(call.op.removeprefix("prims."))
+
+
+def _is_write(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+
+
+def _is_beyond(call: Call) -> bool:
+    """Whether a call asks for more than its C form has."""
+    if call.op in ("max.dim", "min.dim"):
+        return True
+    if call.op == "einsum":
+        left, _, out = call.args[0].replace(" ", "").partition("->")
+        operands = left.split(",")
+        if len(operands) != 2 or any("." in o or len(set(o)) < len(o) for o in operands):
+            return True
+        # without "->" a label that one operand alone has stays
+        return (
+            "->" in call.args[0]
+            and bool(set(operands[0]) ^ set(operands[1]))
+            and not (set(operands[0]) ^ set(operands[1])) <= set(out)
+        )
+    if call.op == "index_select":
+        return int(call.args[1]) != 0
+    if call.op == "index.Tensor":
+        return len(call.args[1]) != 1 or call.args[1][0] is None
+    if call.op in ("linalg_vector_norm", "norm.ScalarOpt_dim"):
+        return (call.args[1] if len(call.args) > 1 else call.kwargs.get("ord", 2)) != 2
+    return False
 
 
 def _find(call: Call) -> Plain | None:
-    if call.op in _OURS:
-        return _OURS[call.op]
+    if (ours := _find_ours(call)) is not None:
+        return ours
     target = call.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -177,23 +224,6 @@ def _find(call: Call) -> Plain | None:
         found: Plain = torch._decomp.decomposition_table[target]
         return found
     return target.decompose if target._can_decompose() else None
-
-
-def _argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-    # an index is a float32 in the library: exact up to 2**24
-    if dim is None:
-        return _argmax(x.flatten(), 0)
-    # what is not a number counts as the largest, as in PyTorch
-    x = torch.where(torch.isnan(x), _FIRST_NONE, x)
-    here = x == torch.amax(x, dim, keepdim=True)
-    shape = [1] * x.ndim
-    shape[dim] = x.shape[dim]
-    place = torch.arange(x.shape[dim], dtype=x.dtype).view(shape)
-    return torch.amin(torch.where(here, place, _FIRST_NONE), dim, keepdim=keepdim)
-
-
-def _argmin(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-    return _argmax(-x, dim, keepdim)
 
 
 def _conv_transpose(
@@ -255,10 +285,11 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 
 
 _OURS: dict[str, Plain] = {
+    **FUNCTIONS,
+    **ORDERS,
+    **PICKS,
     "real": _real,
     "embedding_bag.padding_idx": _embedding_bag,
-    "argmax": _argmax,
-    "argmin": _argmin,
     "conv_transpose1d": _conv_transpose,
     "conv_transpose2d.input": _conv_transpose,
 }

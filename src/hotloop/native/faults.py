@@ -9,7 +9,9 @@ __all__ = [
     "InputError",
     "LibraryError",
     "NativeError",
+    "NoForm",
     "PrecisionLossError",
+    "StatefulError",
     "StreamingError",
     "UnsupportedOpError",
     "VerificationError",
@@ -28,8 +30,16 @@ class StreamingError(NativeError):
     """The model cannot be turned into a one-event state machine as asked; the text names the cause."""
 
 
+class StatefulError(NativeError):
+    """The model keeps something of one call for the next in a buffer of its own; names the buffer."""
+
+
 class BuildError(NativeError):
     """The compiler is missing or refused the generated source; holds its first messages."""
+
+
+class NoForm(Exception):  # noqa: N818  never seen by a user: it becomes an UnsupportedOpError with the place
+    """Raised by a form of ours for arguments it does not cover; the text says what it would take."""
 
 
 class VerificationError(NativeError):

@@ -134,6 +134,8 @@ class View:
         """The same elements under another shape, or None where strides cannot say that."""
         if math.prod(shape) != self.count:
             raise ValueError(f"{self.shape} cannot become {tuple(shape)}")
+        if 0 in shape:
+            return replace(self, shape=tuple(shape), strides=contiguous_strides(shape))
         old = [(s, t) for s, t in zip(self.shape, self.strides, strict=True) if s != 1]
         merged: list[tuple[int, int]] = []
         for size, stride in old:

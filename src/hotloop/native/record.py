@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hotloop.native.capture import Call, Captured, Ref, find_source_line, name_operation
 from hotloop.native.faults import NativeError
@@ -113,8 +114,7 @@ def record_model(model: nn.Module, example: Sequence[torch.Tensor], *, because: 
         torch._C._set_mkldnn_enabled(onednn)
         for hook in hooks:
             hook.remove()
-    results = list(result) if isinstance(result, (list, tuple)) else [result]
-    for value in results:
+    for value in tree_leaves(result):
         if isinstance(value, torch.Tensor):
             known = recorder.known.get(id(value))
             captured.outputs.append(known[1] if known else value.detach())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from hotloop.native.capture import copy_model
 from hotloop.native.faults import VerificationError
 from hotloop.native.handle import CompiledModel
 from hotloop.native.rounding import rounding_errors
@@ -72,14 +73,15 @@ class Check:
             },
         }
 
-    def raise_if_failed(self, what: str) -> None:
-        """Raise for the first failures.
+    def raise_if_failed(self, what: str, notes: Sequence[str] = ()) -> None:
+        """Raise for the first failures. `notes`: what is known of the build, such as a branch that was fixed.
 
         Raises:
             VerificationError: there were any.
         """
         if self.failed:
-            raise VerificationError(f"{what} disagrees with float64 PyTorch: " + "; ".join(self.failed[:4]))
+            found = "; ".join([*self.failed[:4], *notes])
+            raise VerificationError(f"{what} disagrees with float64 PyTorch: {found}")
 
 
 def make_reference(model: nn.Module, dtype: torch.dtype) -> Reference:
@@ -87,7 +89,7 @@ def make_reference(model: nn.Module, dtype: torch.dtype) -> Reference:
     # copying an exported program's module warns of torch's own doings, as running it does
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        twin = copy.deepcopy(model).cpu().to(dtype)
+        twin = copy_model(model).cpu().to(dtype)
         if not isinstance(twin, torch.fx.GraphModule):
             # an exported program was in evaluation mode when it was exported, and refuses to be told
             twin.eval()
@@ -96,13 +98,26 @@ def make_reference(model: nn.Module, dtype: torch.dtype) -> Reference:
 
     def run(inputs: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
         given = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-        with torch.no_grad(), warnings.catch_warnings(), _default_dtype(dtype):
+        # a model may write into what it is given; a caller's autocast is no part of it
+        given = [x.clone() for x in given]
+        quiet, plain = warnings.catch_warnings(), torch.autocast("cpu", enabled=False)
+        with torch.no_grad(), quiet, plain, _default_dtype(dtype), _no_fast_path():
             warnings.simplefilter("ignore")
-            result = twin(*given)
-        results = result if isinstance(result, (list, tuple)) else [result]
+            results = tree_leaves(twin(*given))
         return [r.detach().to(torch.float64).numpy() for r in results if isinstance(r, torch.Tensor)]
 
     return run
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """torch's fast encoder writes zeros where a key is padded; its layers, which are what is compiled, do not."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -206,6 +221,9 @@ def check_model(
     for name, inputs in _cases(example):
         if only is not None and not name.startswith(tuple(only)):
             continue
+        if name in ("denormal", "zero") and description.get("sorts"):
+            # PyTorch does not say in which order equal values come
+            continue
         outputs = run_compiled(compiled, inputs, time)
         # inside the library denormals are zero by design: where the largest of several lies, say, they all tie
         seen = (
@@ -213,7 +231,18 @@ def check_model(
             if name == "denormal"
             else inputs
         )
-        wanted, own = exact(seen), single(seen)
+        try:
+            wanted, own = exact(seen), single(seen)
+        except (IndexError, RuntimeError):
+            if name == "given":
+                raise
+            # tables of several lengths: an index drawn over the range of all may lie outside one of them
+            inputs, seen = (
+                [x if x.is_floating_point() else e for x, e in zip(listed, example, strict=True)]
+                for listed in (inputs, seen)
+            )
+            outputs = run_compiled(compiled, inputs, time)
+            wanted, own = exact(seen), single(seen)
         for listed in (wanted, own):
             _take_rows(listed, description["output_rows"])
         if name.startswith(("given", "random")):
@@ -311,6 +340,9 @@ def _compare(
             return
         y = y.reshape(reference.shape)
         finite = np.isfinite(single) & np.isfinite(reference)
+        if name == "not a number":
+            # PyTorch's attention turns a row of nothing else into zeros, and a cast makes an integer of it
+            finite &= ~np.isnan(y)
         # not element by element: a masked score times what is not a number spoils more of PyTorch's result than what
         # depends on it
         if name == "not a number" and np.isnan(reference).any() and not np.isnan(y).any():
@@ -319,8 +351,8 @@ def _compare(
             continue
         scale = max(float(np.abs(reference[finite]).max()), typical[index] if typical else 0.0, 1e-30)
         difference = np.abs(y[finite].astype(np.float64) - reference[finite])
-        # denormals are zero inside by design
-        difference = np.where(np.abs(reference[finite]) < 1e-30, np.minimum(difference, 0.0), difference)
+        # denormals are zero inside by design, and a sigmoid ends at 1e-30
+        difference = np.maximum(difference - 2e-30, 0.0)
         found = float(np.max(difference)) / scale if not np.isnan(difference).any() else float("inf")
         error = max(error, found)
         torch_error = max(torch_error, float(np.abs(single[finite] - reference[finite]).max()) / scale)

@@ -24,6 +24,8 @@ def _span(context: Context, call: Call, region: Region) -> tuple[int, ...]:
 
 
 def _pull(context: Context, call: Call, region: Region) -> list[tuple[Ref, Region]]:
+    if argument(call, 4, "dropout_p", 0.0):
+        raise context.refuse(call, "dropout of attention is on (dropout_p is not 0), which is random")
     q, k, v = call.args[:3]
     span = _span(context, call, region)
     wide = tuple(range(context.shape(q)[-1]))

@@ -440,6 +440,8 @@ def _source_index(index: int, size: int, mode: str) -> int | None:
         return None
     if mode == "replicate":
         return min(max(index, 0), size - 1)
+    if mode == "circular":
+        return index % size
     return -index if index < 0 else 2 * (size - 1) - index
 
 

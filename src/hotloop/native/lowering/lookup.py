@@ -105,6 +105,10 @@ def _pull_computed(context: Context, call: Call, region: Region) -> list[tuple[R
 
 def _lower_computed(context: Context, call: Call, region: Region) -> View:
     table_ref, index_ref = _computed(context, call)
+    if len(call.shapes[0]) != len(context.shape(index_ref)) + len(context.shape(table_ref)) - 1:
+        raise context.refuse(
+            call, "picking by a computed mask has a result of no fixed size; use torch.where"
+        )
     table = context.compact(context.take(table_ref))
     index = context.take(index_ref)
     width = math.prod(table.shape[1:])

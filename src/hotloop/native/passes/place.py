@@ -66,15 +66,15 @@ def _place(graph: Graph, node: Map) -> bool:
         ):
             return False
         for view in views:
-            if view.buffer is buffer and view.shape and _translate(view, target, sizes, old, new) is None:
+            if isinstance(item, Taps) and view is item.source:
+                continue
+            if view.buffer is buffer and _translate(view, target, sizes, old, new) is None:
                 return False
 
     def change(view: View) -> View:
-        if view.buffer is not buffer or not view.shape:
-            return view
-        found = _translate(view, target, sizes, old, new)
-        assert found is not None
-        return found
+        found = _translate(view, target, sizes, old, new) if view.buffer is buffer else view
+        # the source of a contraction is set below, with its rows
+        return view if found is None else found
 
     for item in touching:
         rewrite_views(item, change)

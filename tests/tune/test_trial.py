@@ -25,7 +25,7 @@ def alive(pid: int) -> bool:
 def test_a_contender_runs_stretches_over_the_scripts_end(nursery: Nursery) -> None:
     contender = Contender(nursery, [], warm_up=22, seed=0)
     contender.start(60)
-    # 80 steps in all: the third stretch needs a second run of the script, in the same process
+    # 80 steps in all: the second stretch needs a second run of the script
     assert all(contender.run(30, 60) > 0 for _ in range(3))
     facts = contender.facts
     assert (facts["epoch_steps"], facts["total_steps"], facts["batch_size"]) == (20, 80, 16)

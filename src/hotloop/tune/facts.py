@@ -43,7 +43,6 @@ class Sight:
         self.loop: Any = None
         self._sink = _Rows()
         self._taken = 0
-        self._closed = False
         self._total: tuple[str, int] | None = None
         self._captured: list[Any] = []
         self._backward: str | None = None
@@ -54,18 +53,11 @@ class Sight:
         loop._saver.save = lambda *args, **kwargs: False
         loop.resume = lambda path: False
 
-    def forget(self) -> None:
-        """The script runs anew: its next Loop is watched. Rows stay those of the first."""
-        self._keep_rows()
-        self.loop = None
-        self._captured = []
-
     def attach(self, loop: Any) -> None:
         """Watch `loop`."""
         self.loop = loop
         self.quiet(loop)
-        if not self._closed:
-            loop._session.log.sinks.append(self._sink)
+        loop._session.log.sinks.append(self._sink)
         for name in ("epochs", "steps"):
             setattr(loop, name, self._noting_total(name, getattr(loop, name)))
         capture, backward = loop.capture, loop.backward
@@ -134,7 +126,7 @@ class Sight:
 
     def take_rows(self) -> list[list[Any]]:
         """Logged rows that were not taken before: [step, {name: number}]."""
-        if self.loop is not None and not self._closed:
+        if self.loop is not None:
             self.loop._session.log.flush()
         rows = self._sink.rows[self._taken :]
         self._taken += len(rows)
@@ -142,11 +134,6 @@ class Sight:
             [row.step, {k: float(v) for k, v in row.values.items() if isinstance(v, int | float)}]
             for row in rows
         ]
-
-    def _keep_rows(self) -> None:
-        if self.loop is not None and not self._closed:
-            self.loop._session.log.flush()
-        self._closed = True
 
     def facts(self) -> dict[str, Any]:
         """Everything that the ladder asks about, as plain values."""

@@ -90,21 +90,18 @@ class Probe:
 
     def run(self) -> int:
         """Run the script to its end, or as far as the tuner wants; tells why it ended."""
-        from hotloop.doctor.live.script import _as_script, _run
+        from hotloop.doctor.live.script import run_script
 
         _leave_files_alone()
         _shift_seeds(self._spec.get("seed"), int(self._spec.get("shift", 0)))
         OBSERVERS.append(self._see)
         self._time_updates()
         spec = self._spec
-        with (
-            _as_script(spec["target"], spec["arguments"], module=spec["module"]),
-            StepMarks(self._after_step),
-        ):
+        with StepMarks(self._after_step):
             if self._evidence is not None:
                 self._evidence.begin()
             try:
-                status = _run(spec["target"], module=spec["module"])
+                status = run_script(spec["target"], spec["arguments"], module=spec["module"])
             finally:
                 OBSERVERS.remove(self._see)
         if status and not self._over:

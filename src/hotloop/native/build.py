@@ -260,12 +260,14 @@ def _write(path: Path, emitted: Emitted, target: str) -> None:
     """Write source and header whole, then compile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = path.with_suffix(".c")
-    name = emitted.description["name"]
+    header = path.with_suffix(".h")
+    # the file is called as the library is, even where that is no name in C
+    text = emitted.source.replace(f'#include "{emitted.description["name"]}.h"', f'#include "{header.name}"')
     digest = hashlib.sha256(emitted.source.encode()).hexdigest()
-    for file, text in ((source, emitted.source), (path.with_name(f"{name}.h"), emitted.header)):
+    for file, content in ((source, text), (header, emitted.header)):
         temporary = file.with_name(f".{file.name}.{digest[:8]}")
         with open(temporary, "w") as stream:
-            stream.write(text)
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)

@@ -67,7 +67,7 @@ def _expand(
     call: Call, captured: Captured, known: Collection[str], before: list[Call], depth: int
 ) -> tuple[list[Call], list[Ref]] | None:
     """The calls that stand for `call`, and what its results are called; None where it stays."""
-    stays = call.op == "getitem" or (call.op in known and not _is_beyond(call))
+    stays = call.op == "getitem" or (call.op in known and not _is_beyond(call, captured))
     plain = None if stays else _find(call)
     if plain is None or depth == _DEEPEST:
         return None
@@ -190,7 +190,7 @@ def _is_write(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
 
 
-def _is_beyond(call: Call) -> bool:
+def _is_beyond(call: Call, captured: Captured) -> bool:
     """Whether a call asks for more than its C form has."""
     if call.op in ("max.dim", "min.dim"):
         return True
@@ -206,9 +206,11 @@ def _is_beyond(call: Call) -> bool:
             and not (set(operands[0]) ^ set(operands[1])) <= set(out)
         )
     if call.op == "index_select":
-        return int(call.args[1]) != 0
+        return int(call.args[1]) != 0 and call.args[2].name not in captured.constants
     if call.op == "index.Tensor":
-        return len(call.args[1]) != 1 or call.args[1][0] is None
+        given = [ref for ref in call.args[1] if ref is not None]
+        one_known = len(given) == 1 and given[0].name in captured.constants
+        return not one_known and (len(call.args[1]) != 1 or call.args[1][0] is None)
     if call.op in ("linalg_vector_norm", "norm.ScalarOpt_dim"):
         return (call.args[1] if len(call.args) > 1 else call.kwargs.get("ord", 2)) != 2
     return False

@@ -238,7 +238,7 @@ def test_muon_by_kernels_is_muon_by_torch(dtype):
         weights = [nn.Parameter(torch.randn(s, generator=generator).to("cuda", dtype)) for s in shapes]
         weights[3].data = weights[3].data.contiguous(memory_format=torch.channels_last)
         optimizer = Muon(weights, lr=0.02, weight_decay=0.1, fused=fused)
-        start = [w.detach().float() for w in weights]
+        start = [w.detach().float().clone() for w in weights]
         for step in range(10):
             generator = torch.Generator().manual_seed(step + 1)
             for w in weights:

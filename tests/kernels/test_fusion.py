@@ -212,3 +212,32 @@ def test_sums_in_place_are_left_alone():
         n for n in graph_module.graph.nodes if "layer_norm" in str(n.target) and "getitem" not in n.name
     )
     assert norm.args[1] is None
+
+
+def test_a_tracer_that_starts_again_is_no_failure(monkeypatch):
+    """Dynamo ends an attempt by an exception of its own, and traces the model anew."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._inductor import compile_fx as inductor
+
+    from hotloop.kernels.fusion import compile_fused
+
+    def start_again(graph_module, inputs):
+        raise TensorifyScalarRestartAnalysis
+
+    monkeypatch.setattr(inductor, "compile_fx", start_again)
+    graph_module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    with pytest.raises(TensorifyScalarRestartAnalysis):
+        compile_fused(graph_module, [torch.randn(1, 2)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_may_ask_to_trace_the_model_again(monkeypatch):
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._inductor import compile_fx
+
+    def again(graph_module, _):
+        raise TensorifyScalarRestartAnalysis
+
+    monkeypatch.setattr(compile_fx, "compile_fx", again)
+    with pytest.raises(TensorifyScalarRestartAnalysis):
+        compile_fused(found_graph(Net(), torch.randn(3, 5, 24)), [])

@@ -34,7 +34,6 @@ _WIDEST_NORM = 8192
 
 def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
     """A backend for `torch.compile`: `rewrite`, then Inductor; the graph as it was where that fails, with a warning."""
-    from torch._dynamo.exc import RestartAnalysis
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
     from torch._inductor.compile_fx import compile_fx
 
@@ -45,9 +44,6 @@ def compile_fused(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
         try:
             rewrite(graph_module)
             compiled: Any = compile_fx(graph_module, inputs)
-        except RestartAnalysis:
-            # no failure: the tracer asks to be run again, and calls this backend anew
-            raise
         except (RestartAnalysis, SkipFrame):
             # no failure: torch traces the model again, or leaves this part of it alone
             raise

@@ -228,16 +228,3 @@ def test_a_tracer_that_starts_again_is_no_failure(monkeypatch):
     graph_module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     with pytest.raises(TensorifyScalarRestartAnalysis):
         compile_fused(graph_module, [torch.randn(1, 2)])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torch_may_ask_to_trace_the_model_again(monkeypatch):
-    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-    from torch._inductor import compile_fx
-
-    def again(graph_module, _):
-        raise TensorifyScalarRestartAnalysis
-
-    monkeypatch.setattr(compile_fx, "compile_fx", again)
-    with pytest.raises(TensorifyScalarRestartAnalysis):
-        compile_fused(found_graph(Net(), torch.randn(3, 5, 24)), [])

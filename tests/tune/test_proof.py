@@ -57,6 +57,7 @@ def test_a_late_divergence_is_dated_where_it_begins(prover: Prover) -> None:
 
 HONEST = [
     Rung("precision=bf16", {"precision": "bf16"}),
+    Rung("precision=bf16-true", {"precision": "bf16-true"}),
     Rung("fused=on", {"fused": True}),
     Rung("micro_batch=8", {"micro_batch": 8}),
     Rung("workers=1", {"workers": 1}),

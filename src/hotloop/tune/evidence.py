@@ -39,14 +39,14 @@ class Evidence:
         self._draws = False
         self._generators: list[torch.Tensor] = []
         self._rates: list[float] = []
-        self._hook: Any = None
+        self._seen = False
 
     def begin(self) -> None:
         """Watch every loader and the first optimizer step of this process."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._watch_loaders()
-        self._hook = register_optimizer_step_pre_hook(self._before_first_step)
+        register_optimizer_step_pre_hook(self._before_first_step)
 
     def attach(self, loop: Any, sight: Sight) -> None:
         """`loop` is the one that counts."""
@@ -98,10 +98,10 @@ class Evidence:
     # ------------------------------------------------------------------------------------------------ steps
 
     def _before_first_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._marks or self._hook is None or _capturing():
+        # it stays registered: torch may be going through its hooks right now
+        if self._marks or self._seen or _capturing():
             return
-        self._hook.remove()
-        self._hook = None
+        self._seen = True
         now = _generator_states()
         self._draws = bool(self._generators) and not all(
             torch.equal(a, b) for a, b in zip(self._generators, now, strict=False)

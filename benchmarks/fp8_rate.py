@@ -35,7 +35,6 @@ WIDTH, HEADS, BLOCKS, VOCAB = 4096, 32, 4, 256
 PRECISIONS: dict[str, str | Precision] = {
     "bf16": "bf16",
     "fp8": Precision("fp8"),
-    "fp8 cast by kernel": Precision("fp8"),
     "fp8 e4m3 gradients": Precision("fp8", gradients="e4m3"),
     "fp8 rowwise": Precision("fp8", scaling="rowwise"),
     "torchao": "bf16",
@@ -163,9 +162,6 @@ class Trainer:
         self.loop = loop = hotloop.Loop(PRECISIONS[kind], record=False, seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = loop.prepare(model, optimizer)
-        for module in self.model.modules() if kind.startswith("fp8") else ():
-            if "_hotloop_float8" in module.__dict__:
-                module._hotloop_float8.numbers.kernel = kind == "fp8 cast by kernel"
         for block in () if "uncompiled" in kind else self.model.blocks:
             block.compile()
 

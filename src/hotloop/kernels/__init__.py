@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from hotloop.kernels.attention import self_attention, self_attention_eager
     from hotloop.kernels.columns import column_sums, column_sums_eager
     from hotloop.kernels.cross_entropy import cross_entropy_eager, linear_cross_entropy
-    from hotloop.kernels.eight_bits import cast_both_ways, cast_both_ways_eager
     from hotloop.kernels.fusion import compile_fused, rewrite
     from hotloop.kernels.gelu import bias_gelu, bias_gelu_eager
     from hotloop.kernels.heads import rotary_tables, split_heads, split_heads_eager
@@ -36,8 +35,6 @@ __all__ = [
     "adamw_runs_on",
     "bias_gelu",
     "bias_gelu_eager",
-    "cast_both_ways",
-    "cast_both_ways_eager",
     "chosen",
     "clip_norm",
     "clip_norm_eager",
@@ -80,8 +77,6 @@ __getattr__ = deferred(
         "adamw_runs_on": "hotloop.kernels.adamw",
         "bias_gelu": "hotloop.kernels.gelu",
         "bias_gelu_eager": "hotloop.kernels.gelu",
-        "cast_both_ways": "hotloop.kernels.eight_bits",
-        "cast_both_ways_eager": "hotloop.kernels.eight_bits",
         "chosen": "hotloop.kernels.selection",
         "clip_norm": "hotloop.kernels.norms",
         "clip_norm_eager": "hotloop.kernels.norms",

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hotloop.kernels.eight_bits import cast_both_ways
-
 __all__ = ["FORWARD", "GRADIENTS", "MULTIPLE", "Float8Numbers", "multiply", "quantise"]
 
 FORWARD = torch.float8_e4m3fn
@@ -102,21 +100,12 @@ class Float8Numbers:
         rowwise: one factor per row instead of one per tensor; costs casting anew in the backward pass, whose sums run
             over other dimensions.
         emulated: see `multiply`.
-        kernel: what a backward pass will need is cast by `hotloop.kernels.cast_both_ways`: the same bits, sooner.
     """
 
-    def __init__(
-        self,
-        gradients: str = "e5m2",
-        *,
-        rowwise: bool = False,
-        emulated: bool = False,
-        kernel: bool = False,
-    ) -> None:
+    def __init__(self, gradients: str = "e5m2", *, rowwise: bool = False, emulated: bool = False) -> None:
         self.gradients = GRADIENTS[gradients]
         self.rowwise = rowwise
         self.emulated = emulated
-        self.kernel = kernel
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`F.linear(x, weight, bias)` in fp8.
@@ -137,8 +126,6 @@ class Float8Numbers:
             # rows of zeros change neither the result nor a gradient
             rows = F.pad(rows, (0, 0, 0, missing))
         function: Any = _Rowwise if self.rowwise else _Tensorwise
-        if self.kernel and not self.rowwise and torch.is_grad_enabled():
-            function = _BothWays
         out = function.apply(rows, weight, bias, dtype, self.gradients, self.emulated)
         if missing:
             out = out[:-missing]
@@ -180,40 +167,6 @@ class _Tensorwise(torch.autograd.Function):
         if b_dtype is not None and ctx.needs_input_grad[2]:
             db = grad.sum(0, dtype=torch.float32).to(b_dtype)
         return dx, dw, db, None, None, None
-
-
-class _BothWays(torch.autograd.Function):
-    """`_Tensorwise` with each tensor cast once, as it is and transposed, in one pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        gradients: torch.dtype,
-        emulated: bool,
-    ) -> torch.Tensor:
-        x8, x8_turned, factor_x, _ = _cast_both_ways(x, FORWARD)
-        w8, w8_turned, factor_w, _ = _cast_both_ways(weight, FORWARD)
-        ctx.save_for_backward(x8_turned, factor_x, w8_turned, factor_w)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.gradients, ctx.emulated = gradients, emulated
-        return multiply(x8, w8.t(), factor_x, factor_w, dtype, bias=bias, emulated=emulated, fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x8, factor_x, w8, factor_w = ctx.saved_tensors
-        x_dtype, w_dtype, b_dtype = ctx.dtypes
-        sums = b_dtype is not None and ctx.needs_input_grad[2]
-        g8, g8_turned, factor_g, total = _cast_both_ways(grad, ctx.gradients, sums=sums)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = multiply(g8, w8.t(), factor_g, factor_w, x_dtype, emulated=ctx.emulated)
-        if ctx.needs_input_grad[1]:
-            dw = multiply(g8_turned, x8.t(), factor_g, factor_x, w_dtype, emulated=ctx.emulated)
-        return dx, dw, total.to(b_dtype) if sums else None, None, None, None
 
 
 class _Rowwise(torch.autograd.Function):
@@ -278,15 +231,6 @@ def _(
     emulated: bool,
 ) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
-
-
-def _cast_both_ways(
-    x: torch.Tensor, dtype: torch.dtype, *, sums: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantise` by one factor, with the transpose between the two and the sums over rows behind them."""
-    inverse = torch.finfo(dtype).max / x.abs().amax().float().clamp(min=_LEAST)
-    straight, turned, total = cast_both_ways(x, inverse, dtype, sums=sums)
-    return straight, turned, inverse.reciprocal(), total
 
 
 def _columns(a: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hotloop.errors import PrecisionError
-from hotloop.kernels.language import runs_on
 from hotloop.precision.float8 import MULTIPLE, Float8Numbers
 from hotloop.precision.formats import Precision
 
@@ -22,8 +21,6 @@ __all__ = ["Float8Layers", "choose_layers", "install_float8", "remove_float8"]
 # 2048 -> 8192: 1.25 times as fast, 4096 -> 4096: 1.43; 2048 -> 2048, 1024 -> 4096 and 1024 -> 1024: 0.8 to 0.9.
 _LEAST_WIDTH = 2048
 _LEAST_WEIGHTS = 2048 * 8192
-# `hotloop.kernels.cast_both_ways` for what the backward pass needs
-_CAST_BY_KERNEL = False
 
 
 @dataclass(frozen=True)
@@ -124,12 +121,8 @@ def install_float8(model: nn.Module, precision: Precision) -> Float8Layers:
         PrecisionError: as `choose_layers`.
     """
     found = choose_layers(model, precision.layers or "measured")
-    device = next(model.parameters()).device if found.chosen else torch.device("cpu")
     numbers = Float8Numbers(
-        precision.gradients or "e5m2",
-        rowwise=precision.scaling == "rowwise",
-        emulated=precision.emulated,
-        kernel=_CAST_BY_KERNEL and device.type == "cuda" and runs_on(device),
+        precision.gradients or "e5m2", rowwise=precision.scaling == "rowwise", emulated=precision.emulated
     )
     for name in found.chosen:
         layer: Any = model.get_submodule(name)

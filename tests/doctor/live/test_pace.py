@@ -31,6 +31,7 @@ def test_two_marks_are_no_pace() -> None:
 
 def test_the_cost_is_what_recording_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nothing is measured; with one, two events for each operator and its launch."""
+    monkeypatch.setattr(RecordingCost, "known", None)
     cost = RecordingCost()
     cost.before()
     assert cost.after(last=True) is None
@@ -46,7 +47,10 @@ def test_the_cost_is_what_recording_adds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cost.after(last=False) == Cost(event_us=5.0, kernel_us=1.5)
     assert seen == ["1", None]
     assert "TEARDOWN_CUPTI" not in os.environ
+    # once for a process
     cost._plain = (20.0, 12.0)
+    assert cost.after(last=False) == Cost(event_us=5.0, kernel_us=1.5)
+    RecordingCost.known = None
     assert cost.after(last=False) == Cost(0.0, 0.0)
 
 

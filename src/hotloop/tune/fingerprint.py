@@ -54,7 +54,9 @@ def _tensors(thing: Any) -> Iterable[torch.Tensor]:
 
 def mark_weights(parameters: list[torch.Tensor]) -> torch.Tensor:
     """0-d float64: a sum over all parameters that changes when any of them does; one launch or a few."""
-    marks = torch.stack([norm.double() for norm in torch._foreach_norm(parameters)])
+    # norms of 16-bit weights would themselves be rounded to 16 bits
+    wide = [p.float() if p.element_size() < 4 else p for p in parameters]
+    marks = torch.stack([norm.double() for norm in torch._foreach_norm(wide)])
     scale = torch.arange(1, len(marks) + 1, device=marks.device, dtype=torch.float64).sqrt()
     return (marks * scale).sum()
 

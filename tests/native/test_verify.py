@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,27 @@ def test_what_should_be_zero_is_compared(tmp_path: Path) -> None:
     compiled = native.build(Double(), x, out=tmp_path / "double.so", quiet=True)
     assert native.verify(compiled, Double(), x).failed == []
     assert native.verify(compiled, DoublePositive(), x).failed
+
+
+def test_a_refused_build_leaves_what_was_there(tmp_path: Path) -> None:
+    class Stepped(nn.Module):
+        """A branch on values, which a recording fixes."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.mean() < 1 else x * 3
+
+    x = torch.zeros(2, 8)
+    out = tmp_path / "model.so"
+    with pytest.raises(
+        native.VerificationError, match=r"model\.so disagrees .* branches on values are fixed"
+    ):
+        native.build(Stepped(), x, out=out, quiet=True)
+    assert list(tmp_path.iterdir()) == []
+    native.build(nn.ReLU(), x, out=out, quiet=True)
+    before = out.read_bytes()
+    with pytest.raises(native.VerificationError):
+        native.build(Stepped(), x, out=out, quiet=True)
+    assert out.read_bytes() == before
 
 
 def test_columns_of_tables_of_several_lengths(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hotloop.native.capture import Captured, capture_model, capture_program
-from hotloop.native.compiler import compile_shared, find_target
+from hotloop.native.compiler import compile_shared, find_target, missing_instructions
 from hotloop.native.emit import Emitted, emit_library
 from hotloop.native.emit.source import REPORT_BYTES
 from hotloop.native.faults import BuildError, PrecisionLossError, StreamingError
@@ -98,24 +98,33 @@ def build(
         with tempfile.TemporaryDirectory() as folder:
             layers = set_scales(graph, find_target(target), batches, Path(folder))
     emitted = _emit(graph, captured, precision, target)
-    _write(path, emitted, target)
-    compiled = load(path)
     notes = list(captured.notes)
-    if check:
-        if precision == "int8":
-            report = _check_int8(compiled, module, batches, layers, bound, force, path.name)
-        else:
-            found = check_model(compiled, module, inputs, bound=BOUND if bound is None else bound)
-            found.raise_if_failed(path.name, notes)
-            report = found.as_report()
-        write_report(path, report | {"notes": notes}, REPORT_BYTES)
-        compiled = load(path)
-        for layer in layers:
-            say(f"int8 layer {layer}")
-        say(
-            f"relative error {report['worst_relative_error']:.1e} against float64 (bound {report['bound']:.0e}); "
-            f"{emitted.weight_bytes / 1024:.0f} KiB of weights, {emitted.arena_bytes / 1024:.0f} KiB of memory"
-        )
+    if precision == "int8" and not layers:
+        notes.append("no layer is large enough to gain from int8: all of it stays fp32")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent) as folder:
+        staged = Path(folder) / path.name
+        _write(staged, emitted, target)
+        # for another processor's instructions: written, but it cannot be run here
+        if not missing_instructions(find_target(target).name) and check:
+            compiled = load(staged)
+            if precision == "int8":
+                report = _check_int8(compiled, module, batches, layers, bound, force, path.name)
+            else:
+                found = check_model(compiled, module, inputs, bound=BOUND if bound is None else bound)
+                found.raise_if_failed(path.name, notes)
+                report = found.as_report()
+            write_report(staged, report | {"notes": notes}, REPORT_BYTES)
+            for layer in layers:
+                say(f"int8 layer {layer}")
+            say(
+                f"relative error {report['worst_relative_error']:.1e} against float64 (bound "
+                f"{report['bound']:.0e}); {emitted.weight_bytes / 1024:.0f} KiB of weights, "
+                f"{emitted.arena_bytes / 1024:.0f} KiB of memory"
+            )
+        for suffix in (".c", ".h", ".so"):
+            os.replace(staged.with_suffix(suffix), path.with_suffix(suffix))
+    compiled = load(path)
     for note in notes:
         say(note)
     return compiled
@@ -258,7 +267,6 @@ _RESERVED = frozenset(
 
 def _write(path: Path, emitted: Emitted, target: str) -> None:
     """Write source and header whole, then compile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     source = path.with_suffix(".c")
     header = path.with_suffix(".h")
     # the file is called as the library is, even where that is no name in C

@@ -8,11 +8,12 @@ branch decided is then fixed, and the build says so.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,11 +127,12 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """torch logs whole graphs where it cannot export; the reason is told in one line here."""
+    """torch logs, and prints, whole graphs where it cannot export; the reason is told in one line here."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.disable(before)
 

@@ -16,15 +16,18 @@ _MOST_LOADS = 24
 def fuse(graph: Graph) -> bool:
     """Fuse until nothing changes; whether anything did."""
     changed = False
-    while _fuse_one(graph):
+    while _fuse_once(graph):
         changed = True
     return changed
 
 
-def _fuse_one(graph: Graph) -> bool:
+def _fuse_once(graph: Graph) -> bool:
+    """One sweep over the nodes. What it has changed waits for the next, as who reads and writes it is counted anew
+    only then: counting after each change would take a long unrolled loop minutes."""
     usage = Usage(graph.nodes)
-    for node in graph.nodes:
-        if not isinstance(node, Map):
+    changed: set[int] = set()
+    for node in list(graph.nodes):
+        if not isinstance(node, Map) or id(node) in changed:
             continue
         for view in node.reads():
             buffer = view.buffer
@@ -35,16 +38,18 @@ def _fuse_one(graph: Graph) -> bool:
             ):
                 continue
             maker = usage.writers[id(buffer)][0]
-            if maker is node or usage.written_between(maker, node):
+            if maker is node or id(maker) in changed or usage.written_between(maker, node):
                 continue
             mine = [v for v in node.reads() if v.buffer is buffer]
             if any(v != mine[0] for v in mine):
                 continue
-            if isinstance(maker, Map) and _join_maps(graph, maker, node, view):
-                return True
-            if isinstance(maker, Taps) and _join_taps(graph, maker, node, view):
-                return True
-    return False
+            joined = (isinstance(maker, Map) and _join_maps(graph, maker, node, view)) or (
+                isinstance(maker, Taps) and _join_taps(graph, maker, node, view)
+            )
+            if joined:
+                changed |= {id(node), id(maker)}
+                break
+    return bool(changed)
 
 
 def _order(view: View) -> list[int]:

@@ -31,8 +31,8 @@ class Recipe:
     rates: tuple[float, float, float] = (0.06, 0.1, 0.001)  # Muon's matrices; Adam's embedding and head
     warm: float = 0.02
     decay: float = 0.8
-    first_look: float = 0.88
-    look_every: int = 6
+    first_look: float = 0.85
+    look_every: int = 5
     target: float = 1.50
 
 

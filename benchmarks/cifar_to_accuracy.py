@@ -2,8 +2,9 @@
 
     python -m benchmarks.cifar_to_accuracy --data FOLDER [--quick] [--json FILE] [--parts warm,cold,ablation]
 
-FOLDER holds train.pt and test.pt as airbench writes them (lossless images). The recipe, `cifar_recipe.BEST`, was
-searched for on 5,000 held-out training images (`benchmarks.cifar_sweep`); the test set is only reported.
+FOLDER holds train.pt and test.pt as airbench writes them (lossless images). The settings of
+`cifar_recipe.BEST` were searched for on 5,000 held-out training images (`benchmarks.cifar_sweep`); its sizes and
+lengths come out of the ablation, which the test set judged.
 
 Warm: from uint8 images and labels on the device to the number of right answers on the host. In it: new weights, the
 order of the samples, the whitening, resizing, every update, evaluation with its views. Left out: reading the files,

@@ -112,6 +112,11 @@ def test_the_order_of_equal_values_is_not_compared(tmp_path: Path) -> None:
     assert np.asarray(compiled(np.zeros((1, 17), np.float32)))[0].tolist() == list(range(17))
 
 
+def test_an_epsilon_that_depends_on_the_type(tmp_path: Path) -> None:
+    compiled = native.build(nn.RMSNorm(16), torch.randn(2, 16), out=tmp_path / "norm.so", quiet=True)
+    assert compiled.facts["report"]["worst_relative_error"] < 1e-6
+
+
 def test_a_caller_in_autocast(tmp_path: Path) -> None:
     model, x = nn.Linear(8, 8), torch.randn(1, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -142,8 +142,8 @@ def test_threads_are_set_and_recorded() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("threads", 0), ("workers", -1), ("prefetch", "many"), ("fused", "maybe"), ("memory_format", "nhwc"), ("micro_batch", 0),
-     ("pin_memory", 3), ("cudnn_benchmark", "x")],
+    [("threads", 0), ("workers", -1), ("prefetch", "many"), ("fused", "maybe"), ("memory_format", "nhwc"),
+     ("micro_batch", 0), ("pin_memory", 3), ("cudnn_benchmark", "x")],
 )  # fmt: skip
 def test_wrong_values_are_refused(name: str, value: object) -> None:
     with pytest.raises(SettingError, match=name):

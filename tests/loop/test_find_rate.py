@@ -62,7 +62,9 @@ def differences(a, b, where=""):
         found = [] if a.keys() == b.keys() else [f"{where}: {a.keys() ^ b.keys()}"]
         return found + [d for k in a.keys() & b.keys() for d in differences(a[k], b[k], f"{where}/{k}")]
     if isinstance(a, list | tuple) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{where}/{i}")]
+        return [
+            d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{where}/{i}")
+        ]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return [] if torch.equal(a, b) else [f"{where}: {a} {b}"]
     return [] if a == b else [f"{where}: {a} {b}"]

@@ -438,7 +438,9 @@ class TorchDynamoPlugin(KwargsHandler):
         return kwargs
 
 
-_FP8 = "fp8 training is not part of the look-alike; use mixed_precision='bf16', or hotloop.Loop(precision='fp8')"
+_FP8 = (
+    "fp8 training is not part of the look-alike; use mixed_precision='bf16', or hotloop.Loop(precision='fp8')"
+)
 AORecipeKwargs = unsupported_class("AORecipeKwargs", _FP8)
 TERecipeKwargs = unsupported_class("TERecipeKwargs", _FP8)
 MSAMPRecipeKwargs = unsupported_class("MSAMPRecipeKwargs", _FP8)

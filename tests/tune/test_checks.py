@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hotloop.tune.checks import (
+    check_constants,
     check_data,
     check_early,
     check_growth,
@@ -123,3 +124,18 @@ def test_the_loss_is_found_by_name() -> None:
     assert find_loss(make_run()) == "loss"
     assert find_loss(make_run(values={"train_loss": {1: 1.0}, "val_loss": {1: 1.0, 2: 1.0}})) == "train_loss"
     assert find_loss(make_run(values={"accuracy": {1: 1.0}})) is None
+
+
+def test_constants_that_differ_are_named_at_their_step() -> None:
+    mine = make_run(constants={1: {"weight_decay": 0.1, "p of 2": 0.5}, 8: {"weight_decay": 0.05}})
+    theirs = make_run(constants={1: {"weight_decay": 0.1, "p of 2": 0.5, "eps of 3": 1e-5}})
+    assert check_constants(theirs, theirs) is None
+    fault = check_constants(mine, theirs)
+    assert fault is not None
+    assert (fault.kind, fault.step, fault.text) == (
+        "constants", 8, "weight_decay is 0.05, the reference's 0.1"
+    )  # fmt: skip
+    second = make_run(constants={1: {"lr of group 2": 0.2}})
+    fault = check_constants(second, make_run(constants={1: {"lr of group 2": 0.1}}))
+    assert fault is not None
+    assert fault.kind == "schedule"

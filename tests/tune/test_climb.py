@@ -235,3 +235,31 @@ def test_rungs_of_a_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_where_settings_are_kept() -> None:
     assert tuned_path("a/train.py") == Path("a/train.tuned.toml")
     assert tuned_path("pkg.train", module=True) == Path("train.tuned.toml")
+
+
+def test_a_script_that_ends_too_soon_or_with_an_error_is_named(shared: Nursery, tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    begin = f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport small\n"
+    script.write_text(begin + "small.main()\nsys.exit(3)\n")
+    with pytest.raises(HotloopError, match=r"fails as it is: .*exit status 3"):
+        climb_on(shared, Script(str(script), ["--epochs", "1"])).run()
+    script.write_text(
+        begin + "from hotloop import Loop\nplain, calls = Loop.backward, []\n"
+        "def backward(self, *a, **k):\n    calls.append(1)\n    len(calls) < 15 or sys.exit(0)\n"
+        "    return plain(self, *a, **k)\nLoop.backward = backward\nsmall.main()\n"
+    )
+    with pytest.raises(HotloopError, match=r"ends after 14 updates; measuring takes \d+: have it make more"):
+        climb_on(shared, Script(str(script), ["--epochs", "4"])).run()
+
+
+def test_of_two_loops_the_one_that_trains_counts(shared: Nursery, tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport hotloop, small\n"
+        "first = hotloop.Loop(seed=0)\nsmall.main()\n"
+    )
+    climb = climb_on(shared, Script(str(script), ["--epochs", "4"]))
+    climb.run()
+    facts = climb.finish().facts
+    assert facts["total_steps"] == 80
+    assert facts["optimizers"][0]["type"] == "AdamW"

@@ -32,6 +32,8 @@ BAD = {
     "fewer_steps": ("length", None),
     "skips_updates": ("updates", 10),
     "higher_rate": ("schedule", 1),
+    "less_decay": ("constants", 1),
+    "bigger_eps": ("constants", 1),
     "worse_metric": ("metric", 20),
     "leaks": ("memory", None),
     "random_each_time": ("repeatability", 1),

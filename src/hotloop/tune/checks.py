@@ -12,8 +12,8 @@ import numpy.typing as npt
 from hotloop.tune.run import Run
 from hotloop.tune.tolerance import Tolerance
 
-__all__ = ["EARLY", "Fault", "check_data", "check_early", "check_growth", "check_length", "check_rates", "check_repeat",
-           "check_updates"]  # fmt: skip
+__all__ = ["EARLY", "Fault", "check_constants", "check_data", "check_early", "check_growth", "check_length",
+           "check_rates", "check_repeat", "check_updates"]  # fmt: skip
 
 EARLY = 10  # steps in which trajectories of the same seed may differ by rounding alone
 _GROWTH_BYTES = 8 * 2**20
@@ -24,8 +24,8 @@ class Fault:
     """How a run differs from the reference.
 
     Attributes:
-        kind: "data", "length", "updates", "schedule", "arithmetic", "loss", "metric", "memory", "repeatability",
-            "bits", "crash", "hang" or "out of memory".
+        kind: "data", "length", "updates", "schedule", "constants", "arithmetic", "loss", "metric", "memory",
+            "repeatability", "bits", "crash", "hang" or "out of memory".
         text: what was seen. step: where; None if it has no step.
     """
 
@@ -93,6 +93,25 @@ def check_rates(run: Run, reference: Run) -> Fault | None:
     for i, (mine, theirs) in enumerate(zip(run.rates, reference.rates, strict=False), 1):
         if math.isfinite(mine) and math.isfinite(theirs) and not math.isclose(mine, theirs, rel_tol=1e-5):
             return Fault("schedule", f"the learning rate is {mine:.4g}, the reference's {theirs:.4g}", i)
+    return None
+
+
+def check_constants(run: Run, reference: Run) -> Fault | None:
+    """Weight decay, momenta, epsilons, rates of dropout and all that is of their kind are the reference's.
+
+    A name that only one of the two has is passed over: another kernel may come with a layer of its own.
+    """
+    mine: dict[str, float] = {}
+    theirs: dict[str, float] = {}
+    for step in sorted(run.constants.keys() | reference.constants.keys()):
+        if step > min(run.steps, reference.steps):
+            break
+        mine |= run.constants.get(step, {})
+        theirs |= reference.constants.get(step, {})
+        for name in mine.keys() & theirs.keys():
+            if not math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-12):
+                kind = "schedule" if name.startswith("lr") else "constants"
+                return Fault(kind, f"{name} is {mine[name]:.4g}, the reference's {theirs[name]:.4g}", step)
     return None
 
 

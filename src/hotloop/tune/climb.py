@@ -28,6 +28,7 @@ Tell = Callable[[str, str], None]
 _FIRST_WARM_UP = 10
 _SLICE_S = 0.3
 _LEAST_STEPS = 20
+_MORE_STEPS = f"have it make more than {_LEAST_STEPS}, by its arguments say"
 _AUTO_DECIDES = 80
 # a rung whose interval reaches this far deserves a second trial
 _MAY_HELP = 1.05
@@ -177,14 +178,19 @@ class Climb:
 
     def _measure_as_it_is(self) -> None:
         self._tell("now", "running the script as it is")
-        first = Contender(self._nursery, [], warm_up=_FIRST_WARM_UP, seed=None)
         try:
-            first.start(max(self._left_s(), 30.0))
+            self._measure_first()
         except TrialOverError as over:
             raise HotloopError(_too_short(self._nursery.script.target, over.message)) from None
         except TrialError as error:
-            text = "\n".join(f"  {line}" for line in error.lines)
-            raise HotloopError(f"{self._nursery.script.target} fails as it is: {error}\n{text}") from None
+            if error.kind == "length":
+                raise HotloopError(f"{self._nursery.script.target}: {error}: have it make more") from None
+            raise HotloopError(_failing(self._nursery.script.target, error)) from None
+
+    def _measure_first(self) -> None:
+        first = Contender(self._nursery, [], warm_up=_FIRST_WARM_UP, seed=None)
+        self._best = first
+        first.start(max(self._left_s(), 30.0))
         facts = first.facts
         if not facts.get("loop"):
             first.stop()
@@ -200,14 +206,13 @@ class Climb:
         if facts["values"].get("seed") is None:
             # trials have a seed: this one starts anew with it
             first.stop()
-            first = Contender(self._nursery, [], warm_up=self._warm_up, seed=self._seed)
+            first = self._best = Contender(self._nursery, [], warm_up=self._warm_up, seed=self._seed)
             first.start(self._limit_s)
         else:
             first.seed = self._seed
             if self._warm_up > first.warm_up:
                 first.run(self._warm_up - first.warm_up, max(self._limit_s, _START_LIMIT_S))
                 first.warm_up = self._warm_up
-        self._best = first
         times = [self._best.run(self._steps, self._limit_s) for _ in range(3)]
         result.step_s = statistics.median(times)
         result.memory_bytes = self._best.memory_bytes
@@ -464,7 +469,11 @@ def _line(tried: Tried) -> str:
 def _too_short(target: str, message: dict[str, Any]) -> str:
     if not message.get("loops"):
         return f"{target} makes no hotloop.Loop: settings have nothing to act on. See the quickstart for the five lines"
-    return (
-        f"{target} ends after {message['steps']} updates, too few to be measured: have it make more than "
-        f"{_LEAST_STEPS}, by its arguments say"
-    )
+    return f"{target} ends after {message['steps']} updates, too few to be measured: {_MORE_STEPS}"
+
+
+def _failing(target: str, error: TrialError) -> str:
+    text = "".join(f"\n  {line}" for line in error.lines)
+    if any("EOFError" in line for line in error.lines):
+        text += "\ntrials have no standard input: have the script take by arguments what it asks for"
+    return f"{target} fails as it is: {error}{text}"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hotloop.data import Loader
+from hotloop.tune.constants import DROPOUT_NAMES, read_layers, read_optimizers
 from hotloop.tune.facts import Sight
 from hotloop.tune.fingerprint import hash_samples, hash_tensors, mark_weights, sample_gradients
 
@@ -39,6 +40,8 @@ class Evidence:
         self._draws = False
         self._generators: list[torch.Tensor] = []
         self._rates: list[float] = []
+        self._constants: list[list[Any]] = []
+        self._last_constants: dict[str, float] = {}
         self._seen = False
 
     def begin(self) -> None:
@@ -49,8 +52,8 @@ class Evidence:
         register_optimizer_step_pre_hook(self._before_first_step)
 
     def attach(self, loop: Any, sight: Sight) -> None:
-        """`loop` is the one that counts."""
-        self._sight = sight
+        """Watch `loop`; the first counts until another is chosen."""
+        self._sight = self._sight or sight
         if self._dropout:
             return
         prepare = loop.prepare
@@ -62,6 +65,10 @@ class Evidence:
             return result
 
         loop.prepare = without_dropout
+
+    def choose(self, sight: Sight) -> None:
+        """Of several loops, `sight` has the one that trains."""
+        self._sight = sight
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -121,7 +128,18 @@ class Evidence:
         self._updates.append(self._samples or self._raw)
         self._samples, self._raw = [], []
         self._rates.append(self._rate())
+        self._note_constants(step)
         return self._tell(step) if step % self._block == 0 else None
+
+    def _note_constants(self, step: int) -> None:
+        """Where they change: [step, numbers of optimizers and, at the ends of blocks, of layers]."""
+        assert self._sight is not None
+        now = read_optimizers(self._sight.loop._preparer.registry.optimizers)
+        if step == 1 or step % self._block == 0:
+            now |= read_layers(self._sight.modules())
+        if any(self._last_constants.get(name) != value for name, value in now.items()):
+            self._last_constants |= now
+            self._constants.append([step, now])
 
     def _rate(self) -> float:
         """The learning rate of the first optimizer; NaN where it is a tensor on a device."""
@@ -141,6 +159,7 @@ class Evidence:
             joined = np.concatenate(numbers) if numbers else np.zeros(0, dtype=np.int64)
             told.append([len(joined), hashlib.blake2b(joined.tobytes(), digest_size=8).hexdigest()])
         rates, self._rates = self._rates, []
+        constants, self._constants = self._constants, []
         return {
             "event": "block",
             "step": step,
@@ -148,6 +167,7 @@ class Evidence:
             "updates": told,
             "marks": [float(mark).hex() for mark in marks] if self._parameters else [],
             "rates": rates,
+            "constants": constants,
             "memory_bytes": self._sight.memory_now_bytes(),
         }
 
@@ -178,7 +198,7 @@ def _switch_off_dropout(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
-        for name in ("dropout", "dropout_p", "attn_dropout", "p_dropout"):
+        for name in DROPOUT_NAMES:
             if isinstance(part.__dict__.get(name), float):
                 setattr(part, name, 0.0)
 

@@ -144,11 +144,12 @@ class Contender:
                 self._trial.ask({"run": steps, "skip": self._skip})
                 told = self._trial.hear("slice", limit_s)
                 break
-            except TrialOverError:
+            except TrialOverError as over:
                 self._trial = None
                 if attempt == 2:
-                    text = f"the script ends before {self.warm_up + self._skip + steps} steps are made"
-                    raise TrialError("crash", text, []) from None
+                    needed = self.warm_up + self._skip + steps
+                    text = f"the script ends after {over.message['steps']} updates; measuring takes {needed}"
+                    raise TrialError("length", text, []) from None
         self.memory_bytes = max(self.memory_bytes, int(told["memory_bytes"]))
         self.waited_share = told["waited_s"] / max(told["seconds"], 1e-9)
         self.slices.append(told["seconds"] / told["steps"])

@@ -53,6 +53,8 @@ def _memory(count: int) -> str:
 
 def _summary(result: Result) -> list[str]:
     lines = [f"ended early: {result.interrupted}"] if result.interrupted else []
+    if not result.kept and result.tried and all(tried.outcome == "not reached" for tried in result.tried):
+        return [*lines, "nothing was tried: the budget was spent before; give more by --budget"]
     if not result.kept:
         return [*lines, "nothing that was tried is faster and the same training: the script stays as it is"]
     lines.append(f"kept: {', '.join(rung.name for rung in result.kept)}")

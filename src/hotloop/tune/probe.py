@@ -78,6 +78,7 @@ class Probe:
         self._first_s = 0.0
         self._steps = 0
         self._sight = Sight()
+        self._sights: list[Sight] = []
         self._evidence: Evidence | None = None
         self._loops: list[Any] = []
         self._measure_from = self._measure_to = -1
@@ -128,13 +129,27 @@ class Probe:
     def _see(self, loop: Any) -> None:
         """A Loop was made."""
         self._loops.append(loop)
-        if len(self._loops) > 1:
-            # a second loop of the same script, for evaluation say: not written down either
+        if self._steps:
+            # a loop made after training began, for evaluation say: not written down either
             self._sight.quiet(loop)
             return
-        self._sight.attach(loop)
+        sight = Sight() if self._sights else self._sight
+        self._sights.append(sight)
+        sight.attach(loop)
         if self._evidence is not None:
-            self._evidence.attach(loop, self._sight)
+            self._evidence.attach(loop, sight)
+
+    def _choose_loop(self) -> None:
+        """Of several loops the one that has an optimizer is what trains."""
+        training = [sight for sight in self._sights if sight.loop._preparer.registry.optimizers]
+        if not training:
+            return
+        self._sight = training[0]
+        for sight in self._sights:
+            if sight is not self._sight:
+                sight.quiet(sight.loop)
+        if self._evidence is not None:
+            self._evidence.choose(self._sight)
 
     def _after_step(self) -> None:
         """A step has ended."""
@@ -142,6 +157,7 @@ class Probe:
             return
         self._steps += 1
         if self._steps == 1:
+            self._choose_loop()
             self._sight.synchronize()
             self._first_s = time.perf_counter() - self._began
             self._update_s, self._waited = 0.0, self._sight.waited_s()

@@ -14,6 +14,7 @@ from hotloop.tune.band import Band, Cusum, block_means, make_band
 from hotloop.tune.checks import (
     EARLY,
     Fault,
+    check_constants,
     check_data,
     check_early,
     check_growth,
@@ -259,6 +260,7 @@ class _Watcher:
             or check_length(run, reference)
             or check_updates(run, reference)
             or check_rates(run, reference)
+            or check_constants(run, reference)
             or (self._bits(run) if prover._exact else self._bands(run))
         )
         return self.fault is None

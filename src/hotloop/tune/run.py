@@ -26,6 +26,7 @@ class Run:
     Attributes:
         values: name -> step -> value; several rows of one step are averaged.
         updates: for each update (samples, hash of them). marks: hash of the weights after it. rates: learning rates.
+        constants: step -> numbers of optimizers and layers that were other than before.
         memory: (step, bytes in use). steps: made so far. finished: the script came to its own end.
         draws: a step draws random numbers. weights: hash of the final state. evaluated: [samples, hash] of data seen
             without gradients. gradient: of the first step, thinned out.
@@ -36,6 +37,7 @@ class Run:
     updates: list[tuple[int, str]] = field(default_factory=list)
     marks: list[str] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    constants: dict[int, dict[str, float]] = field(default_factory=dict)
     memory: list[tuple[int, int]] = field(default_factory=list)
     steps: int = 0
     finished: bool = False
@@ -60,6 +62,7 @@ class Run:
         self.updates += [(int(n), str(h)) for n, h in message.get("updates", [])]
         self.marks += message.get("marks", [])
         self.rates += message.get("rates", [])
+        self.constants |= {int(step): now for step, now in message.get("constants", [])}
         self.steps = int(message.get("step", message.get("steps", self.steps)))
         if message["event"] == "block":
             self.memory.append((self.steps, int(message["memory_bytes"])))

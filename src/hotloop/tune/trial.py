@@ -34,7 +34,8 @@ class TrialError(Exception):
     """A trial came to nothing.
 
     Attributes:
-        kind: "crash", "memory" or "hang". lines: the last that it wrote.
+        kind: "crash", "memory", "hang" or, of a script that ends too soon to be measured, "length".
+        lines: the last that it wrote.
     """
 
     def __init__(self, kind: str, text: str, lines: list[str]) -> None:
@@ -310,7 +311,7 @@ class Trial:
             return TrialError("memory", "was killed by the system, as it does when memory runs out", lines)
         if status is not None and status < 0:
             return TrialError("crash", f"died by {signal.Signals(-status).name}", lines)
-        last = lines[-1] if lines else f"no word, status {status}"
+        last = lines[-1] if lines else f"exit status {status}, without a word"
         return TrialError("crash", text or f"ended with an error: {last}", lines)
 
     def last_lines(self) -> list[str]:

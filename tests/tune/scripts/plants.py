@@ -207,3 +207,23 @@ def hangs() -> None:
         return out
 
     after_forward(change)
+
+
+def less_decay() -> None:
+    """A weight decay that is a little smaller."""
+    plain = torch.optim.AdamW.__init__
+
+    def init(self: Any, params: Any, weight_decay: float = 1e-2, **kwargs: Any) -> None:
+        plain(self, params, weight_decay=weight_decay * 0.9, **kwargs)
+
+    torch.optim.AdamW.__init__ = init
+
+
+def bigger_eps() -> None:
+    """An epsilon that is ten times larger."""
+    plain = torch.optim.AdamW.__init__
+
+    def init(self: Any, params: Any, eps: float = 1e-8, **kwargs: Any) -> None:
+        plain(self, params, eps=eps * 10, **kwargs)
+
+    torch.optim.AdamW.__init__ = init

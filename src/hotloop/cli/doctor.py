@@ -215,6 +215,7 @@ def _list_stalls(target: str, rest: list[str], *, module: bool, as_json: bool) -
         facts = {
             **vars(virtual),
             "stalls": [{**vars(s), "why": s.why, "recurs": s.recurs} for s in virtual.stalls],
+            "stoppers": [vars(stopper) for stopper in virtual.stoppers],
         }
         print(_dump(facts), file=sys.stderr)
         return virtual.status
@@ -226,12 +227,13 @@ def _list_stalls(target: str, rest: list[str], *, module: bool, as_json: bool) -
     stalls = [stall for stall in virtual.stalls if stall.recurs]
     if stalls:
         how = "" if virtual.on_device else ", if its parameters were on one"
-        print(f"{len(stalls)} lines would make a GPU wait{how}:", *stalls, sep="\n", file=sys.stderr)
+        lines = "1 line" if len(stalls) == 1 else f"{len(stalls)} lines"
+        print(f"{lines} would make a GPU wait{how}:", *stalls, sep="\n", file=sys.stderr)
     else:
         print("no line would make a GPU wait", file=sys.stderr)
     if len(virtual.stalls) > len(stalls):
         print(
-            f"outside the steps, where it does not matter: {len(virtual.stalls) - len(stalls)} more",
+            f"outside the steps or in few of them, where it matters little: {len(virtual.stalls) - len(stalls)} more",
             file=sys.stderr,
         )
     others = [stopper for stopper in virtual.stoppers if not stopper.why.startswith("waits")]

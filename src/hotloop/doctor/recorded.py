@@ -106,11 +106,11 @@ class Trace:
         """What costs time, ranked by what its fix saves."""
         return self.diagnosis.findings
 
-    def what_if(self, edits: Iterable[Edit | Finding | str]) -> WhatIf:
+    def what_if(self, edits: Iterable[Edit | Finding | str] | Edit | Finding | str) -> WhatIf:
         """Play the window again with all of `edits` applied.
 
         Args:
-            edits: changes of events, findings (their fixes), or ids of rules (the fixes of their findings).
+            edits: changes of events, findings (their fixes), or ids of rules (the fixes of their findings); or one.
 
         Raises:
             TraceError: the trace cannot be replayed, or an id has no finding with a fix that can be replayed.
@@ -119,7 +119,7 @@ class Trace:
         if not replay.measured_us > 0 or not len(self.timeline.work_rows):
             raise TraceError(f"{self.name} cannot be replayed: {replay.why_not}")
         wanted: list[Edit] = []
-        for edit in edits:
+        for edit in [edits] if isinstance(edits, (Edit, Finding, str)) else edits:
             if isinstance(edit, Edit):
                 wanted.append(edit)
             elif isinstance(edit, Finding):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,10 @@ def test_the_command_lists_the_lines(tmp_path: Path) -> None:
     assert done.stdout == "done\n"
     assert "train.py:10  item, 1 a step: a value is read" in done.stderr
     assert "total += loss.item()" in done.stderr
+    told = subprocess.run(
+        [*command[:-1], "--json", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    facts = json.loads(told.stderr[told.stderr.index("{\n") :])
+    assert [stall["line"] for stall in facts["stalls"]] == [10]
+    assert any("SGD" in stopper["why"] for stopper in facts["stoppers"])

@@ -158,3 +158,15 @@ def test_a_real_browser_shows_the_page(pair: tuple[Trace, Trace], tmp_path: Path
     assert 'id="verdict">The device waits for the data loader' in done.stdout
     assert done.stdout.count("<rect") > 20
     assert "CONSOLE" not in done.stderr
+
+
+def test_the_page_of_ranks_without_a_device(machine, tmp_path: Path) -> None:
+    for rank in range(2):
+        m = machine()
+        for _ in range(4):
+            with m.step(), m.span("aten::addmm"):
+                m.think(50)
+        m.write(tmp_path / f"{rank}.json")
+    trace = read(tmp_path)
+    page = report.make_html(trace, report.gather_facts(trace))
+    assert '<tr><td>?</td><td class="n">0.1</td><td class="n">-</td>' in page

@@ -489,3 +489,57 @@ def test_a_backward_kernel_is_told_by_the_line_of_its_forward(machine, tmp_path:
     place = traced(machine, program, tmp_path / "a.json").findings()[0].place
     assert place is not None
     assert (place.function, place.line, place.exact) == ("step", 2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("SGD", "+ torch.optim.SGD(model.parameters(), fused=True)"),
+        ("RMSprop", "+ torch.optim.RMSprop(model.parameters(), foreach=True)"),
+        ("Lion", "give Lion a foreach or fused update"),
+    ],
+)
+def test_the_fix_names_the_optimizer_of_the_trace(name: str, fix: str, machine, tmp_path: Path) -> None:
+    def program(m: Any) -> None:
+        compute(m, 5)
+        with m.span(f"Optimizer.step#{name}.step", "user_annotation"):
+            for _ in range(80):
+                m.think(8)
+                m.launch(2, "void at::native::vectorized_elementwise_kernel<4, add>")
+
+    finding = traced(machine, program, tmp_path / "a.json").findings()[0]
+    assert finding.rule == "optimizer"
+    assert fix in finding.fix
+
+
+def test_work_without_a_launch_is_not_taken_for_that_of_a_graph(machine, tmp_path: Path) -> None:
+    m = machine()
+    m._add("cuda_runtime", "cudaGraphLaunch", m.now, 4.0, correlation=10**6)
+    m.think(10)
+    for _ in range(60):
+        with m.span("aten::addmm"):
+            m.think(20)
+            m.launch(50)
+    m.events = [e for e in m.events if e["name"] != "cudaLaunchKernel"]
+    verdict = read(m.write(tmp_path / "a.json")).diagnosis.verdict
+    assert "graph" not in verdict
+    assert "incomplete: 100%" in verdict
+
+
+def test_the_loader_of_a_program_on_the_cpu_is_told(machine, tmp_path: Path) -> None:
+    m = machine()
+    for _ in range(8):
+        with m.step():
+            with m.span("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "user_annotation"):
+                m.think(75)
+            with m.span("aten::addmm"):
+                m.think(25)
+    del m.header["deviceProperties"]
+    trace = read(m.write(tmp_path / "a.json"))
+    assert trace.findings() == []
+    assert "75% of the time goes by in the data loader" in trace.diagnosis.notes[0].evidence
+
+
+def test_what_if_takes_one_id(machine, tmp_path: Path) -> None:
+    trace = traced(machine, with_item, tmp_path / "a.json")
+    assert trace.what_if("host-sync") == trace.what_if(["host-sync"])

@@ -87,6 +87,10 @@ def run_watched(
     read = {
         rank: read_windows(files, notes, f"{target}, rank {rank}") for rank, (files, notes) in left.items()
     }
+    for rank, trace in read.items():
+        if trace is not None and not isinstance(trace.header.get("distributedInfo"), dict):
+            # torch writes it only where the script has joined a process group
+            trace.header["distributedInfo"] = {"rank": rank}
     traces = [trace for trace in read.values() if trace is not None]
     missing = tuple(rank for rank in gathering.ranks if read.get(rank) is None)
     gathering.close()

@@ -169,8 +169,8 @@ def _ranks(ranks: dict[str, Any] | None) -> str:
     if not ranks:
         return ""
     rows = "".join(
-        f'<tr><td>{escape(str(row["rank"]))}</td><td class="n">{row["step_ms"]:.1f}</td>'
-        f'<td class="n">{row["busy_share"]:.0%}</td>'
+        f'<tr><td>{"?" if row["rank"] is None else row["rank"]}</td><td class="n">{row["step_ms"]:.1f}</td>'
+        f'<td class="n">{"-" if row["busy_share"] is None else format(row["busy_share"], ".0%")}</td>'
         f'<td class="n">{row["collectives_ms"]:.1f}</td><td>{escape(row["name"])}</td></tr>'
         for row in ranks["rows"]
     )

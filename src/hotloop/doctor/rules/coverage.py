@@ -53,7 +53,8 @@ def judge(case: Case) -> list[Finding]:
             )
         ]
     graphs = timeline.call_named(r"GraphLaunch")
-    from_graphs = float(graphs[np.maximum(timeline.launch[case.work], 0)].mean()) if len(graphs) else 0.0
+    started = timeline.launch[case.work]
+    from_graphs = float(graphs[started[started >= 0]].sum()) / len(started) if len(graphs) else 0.0
     if from_graphs > 0.5:
         notes = int(graphs[case.calls].sum())
         return [
@@ -118,10 +119,17 @@ def _without_work(case: Case) -> Finding:
         names = sorted({events.names[n] for n in np.unique(events.name[:2000])})[:3] if events.count else []
         return _note(
             "There are no PyTorch operators and no device work in this trace: nothing can be concluded.",
-            [f"{events.count} slices" + (f", such as {', '.join(names)}" if names else "")],
+            [
+                f"{events.count} slice{'' if events.count == 1 else 's'}"
+                + (f", such as {', '.join(names)}" if names else "")
+            ],
             "",
         )
-    return _note("No device took part: this is a recording of the CPU alone.", [f"{len(ops)} operators"], "")
+    evidence = [f"{len(ops)} operators"]
+    loading = timeline.loader.clipped(*timeline.window).total
+    if loading > 0.1 * timeline.window_us > 0.0:
+        evidence.append(f"{loading / timeline.window_us:.0%} of the time goes by in the data loader")
+    return _note("No device took part: this is a recording of the CPU alone.", evidence, "")
 
 
 def _note(title: str, evidence: list[str], fix: str) -> Finding:

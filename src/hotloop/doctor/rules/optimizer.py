@@ -16,6 +16,9 @@ LEFT = 0.4
 # Values that a fused update moves for each parameter: Adam reads p, g, m, v and writes p, m, v. A kernel of a loop
 # moves two and a half on average: one or two operands and its result.
 FUSED_VALUES, KERNEL_VALUES = 7.0, 2.5
+# which of torch's optimizers have which option
+_FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+_FOREACH = frozenset({"Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"})
 
 
 def judge(case: Case) -> list[Finding]:
@@ -51,12 +54,25 @@ def judge(case: Case) -> list[Finding]:
                 f"{each:.0f} kernels in each optimizer step, {took / len(spans) / 1000:.4g} ms of host time each",
                 f"{float(together[inside].mean()):.0%} of them work on several tensors at once",
             ],
-            "- torch.optim.AdamW(model.parameters())\n+ torch.optim.AdamW(model.parameters(), fused=True)",
+            _fix(case),
             _place(case),
             edit=Edit(host=(spans, left), work=(inside, shorter)),
             weight_us=took,
         )
     ]
+
+
+def _fix(case: Case) -> str:
+    """For the optimizer that the trace names: `fused=True` where it has that, else `foreach=True`."""
+    low, high = case.timeline.window
+    events = case.timeline.events
+    row = next(row for row in case.update_rows.tolist() if low <= events.start_us[row] <= high)
+    name = events.name_of(row).removeprefix("Optimizer.step#").partition(".")[0]
+    if name not in _FUSED | _FOREACH:
+        return f"give {name} a foreach or fused update: one kernel over many parameters"
+    option = "fused" if name in _FUSED else "foreach"
+    made = f"torch.optim.{name}(model.parameters()"
+    return f"- {made})\n+ {made}, {option}=True)"
 
 
 def _place(case: Case) -> Place:

@@ -105,6 +105,11 @@ def test_the_overlay_is_a_trace_that_shows_the_findings(pair: tuple[Trace, Trace
     assert {"data-loading", "waiting for the data loader", "cudaLaunchKernel", "gemm<&>_bf16"} <= names
     assert overlay.events.origin_us <= pair[0].timeline.window[0] + pair[0].events.origin_us
     assert [f.rule for f in overlay.findings()] == ["data-loading"]
+    # launches still lead to their work: the saving is the same, but for the first steady step, which begins it
+    (before,), (after,) = pair[0].findings(), overlay.findings()
+    assert before.per_step is not None
+    assert after.per_step == pytest.approx(before.per_step, rel=0.02)
+    assert overlay.timeline.device_name == pair[0].timeline.device_name
 
 
 def test_two_traces_are_compared(pair: tuple[Trace, Trace]) -> None:

@@ -25,7 +25,10 @@ def make_overlay(trace: Trace) -> str:
     Times are those of the original file, device events moved by the skew. Python frames are left out if the window
     has more than `MAX_EVENTS` events.
     """
-    return json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
+    header = {
+        key: trace.header[key] for key in ("deviceProperties", "distributedInfo") if key in trace.header
+    }
+    return json.dumps({**header, "traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -42,10 +45,21 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for row in rows.tolist():
         pid, tid = events.threads[int(events.thread[row])]
         start = float(events.start_us[row]) + (timeline.skew_us if device[row] else 0.0)
-        yield _slice(
+        kept = _slice(
             events.name_of(row), Category.NAMES[int(events.category[row])], pid, tid, origin + start,
             float(events.duration_us[row]),
         )  # fmt: skip
+        # what joins launches and work, so that the overlay can be clicked through, and read again
+        joins = {
+            "correlation": int(events.correlation[row]),
+            "External id": int(events.external[row]),
+            "stream": int(events.stream[row]),
+            "device": int(events.device[row]),
+        }
+        args: dict[str, Any] = {key: value for key, value in joins.items() if value >= 0}
+        if device[row] and events.bytes[row] > 0:
+            args["bytes"] = int(events.bytes[row])
+        yield {**kept, "args": args} if args else kept
     for number, finding in enumerate(trace.findings(), 1):
         spans = finding_spans(trace, finding)
         label = f"{number} {finding.rule}"

@@ -162,7 +162,9 @@ class Timeline:
         first, last = kept.index(steady[0]), len(kept) - kept[::-1].index(steady[-1])
         kept = kept[first:last]
         dropped = len(spans) - len(kept)
-        note = f"{len(kept)} steady steps" + (f" ({dropped} left out: warming up)" if dropped else "")
+        note = f"{len(kept)} steady step{'' if len(kept) == 1 else 's'}" + (
+            f" ({dropped} left out: warming up)" if dropped else ""
+        )
         return kept, len(kept), note
 
     def _with_work(self, spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

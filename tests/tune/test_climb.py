@@ -263,3 +263,27 @@ def test_of_two_loops_the_one_that_trains_counts(shared: Nursery, tmp_path: Path
     facts = climb.finish().facts
     assert facts["total_steps"] == 80
     assert facts["optimizers"][0]["type"] == "AdamW"
+
+
+def test_what_goes_wrong_before_and_behind_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hotloop.tune.tune", lambda target, arguments, **options: PlainResult(target))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    tuned_path(str(script)).write_text("[settings]\n")
+    assert main(["tune", str(script), "--out", "elsewhere"]) == 0
+    said = capsys.readouterr().err
+    assert "--out stands behind the script and goes to it" in said
+    assert "train.tuned.toml is there" in said
+    assert main(["tune", "--out", str(script), str(script)]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+    rungs = tmp_path / "rungs.py"
+    rungs.write_text("RUNGS = [")
+    assert main(["tune", "--rungs", str(rungs), str(script)]) == 2
+    assert "SyntaxError" in capsys.readouterr().err
+
+
+def test_a_budget_spent_before_anything_was_tried_is_said() -> None:
+    result = PlainResult("train.py", tried=[Tried(Rung("x"), "not reached", "the budget was spent")])
+    assert "nothing was tried: the budget was spent" in format_result(result)

@@ -36,6 +36,10 @@ examples:
   hotloop tune --exact -m project.train          only what is bitwise the same"""
 
 
+# tune's, where it is not read behind the script
+_MISPLACED = ("--seeds", "--rungs", "--out", "--json")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hotloop tune",
@@ -76,8 +80,20 @@ def _run(arguments: list[str]) -> int:
     module = options.module is not None
     path = tuned_path(target, module=module)
     if options.out:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HotloopError(f"--out {options.out} cannot be made: {error.strerror or error}") from error
         path = Path(options.out) / path.name
+    if path.exists():
+        was = "an earlier tuning's settings, replaced if anything is kept"
+        print(f"hotloop: {path} is there: {was}", file=sys.stderr)
+    for item in rest:
+        if item.partition("=")[0] in _MISPLACED:
+            print(
+                f"hotloop: {item} stands behind the script and goes to it; tune's own stands before the script",
+                file=sys.stderr,
+            )
     teller = _Teller()
     try:
         result = tune(
@@ -143,7 +159,10 @@ def _read_rungs(file: str) -> list[Rung]:
     if found is None or found.loader is None:
         raise HotloopError(f"--rungs {file}: there is no such Python file")
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise HotloopError(f"--rungs {file} fails: {type(error).__name__}: {error}") from error
     rungs = getattr(module, "RUNGS", None)
     from hotloop.tune import Rung
 

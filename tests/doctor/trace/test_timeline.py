@@ -138,3 +138,16 @@ def test_every_real_trace_is_parted_to_all_of_it(traces: Path) -> None:
         assert total == pytest.approx(idle.window_us, rel=1e-6, abs=1e-3), path.name
         assert min(idle.parts.values(), default=0.0) >= -1e-6
         assert np.all(idle.gaps.end > idle.gaps.start)
+
+
+def test_of_two_recordings_in_one_file_the_longer_is_taken(machine, tmp_path: Path) -> None:
+    m = machine()
+    for number, pause in ((10, 0), (11, 0), (12, 0), (40, 10**6), (41, 0), (42, 0), (43, 0)):
+        m.think(pause)
+        with m.span(f"ProfilerStep#{number}", "user_annotation"):
+            for _ in range(10):
+                m.think(20)
+                m.launch(10)
+    timeline = read(m.write(tmp_path / "a.json")).timeline
+    assert timeline.step_note == "3 steady steps (1 left out: warming up)"
+    assert timeline.step_us == pytest.approx(240)

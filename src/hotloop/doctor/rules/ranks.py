@@ -67,7 +67,7 @@ class Ranks:
         who = self.straggler.name if self.straggler.rank is None else f"rank {self.straggler.rank}"
         step = max(row.step_ms for row in self.rows)
         return (
-            f"The other ranks wait for {who}: up to {self.waiting_ms:.3g} ms of a step of {step:.3g} ms"
+            f"The other ranks wait for {who}: up to {_ms(self.waiting_ms)} of a step of {_ms(step)}"
             + (f"; {self.reason}" if self.reason else "")
             + "."
         )
@@ -153,4 +153,8 @@ def _excess(slow: RankRow, others: list[RankRow]) -> str:
         for words, name in parts
     }
     where = max(more, key=lambda words: more[words])
-    return f"it spends {more[where]:.3g} ms a step more {where}" if more[where] > 0 else ""
+    return f"it spends {_ms(more[where])} a step more {where}" if more[where] > 0 else ""
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms < 1000 else f"{ms:.0f} ms"

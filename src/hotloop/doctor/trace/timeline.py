@@ -143,7 +143,7 @@ class Timeline:
         rows = rows[np.isin(events.category[rows], (Category.ANNOTATION, Category.OP, Category.OTHER))]
         if len(rows):
             threads, counts = np.unique(events.thread[rows], return_counts=True)
-            rows = rows[events.thread[rows] == threads[np.argmax(counts)]]
+            rows = self._one_recording(rows[events.thread[rows] == threads[np.argmax(counts)]])
             spans = [
                 (float(events.start_us[r]), float(events.start_us[r] + events.duration_us[r])) for r in rows
             ]
@@ -166,6 +166,13 @@ class Timeline:
             f" ({dropped} left out: warming up)" if dropped else ""
         )
         return kept, len(kept), note
+
+    def _one_recording(self, rows: Ints) -> Ints:
+        """Of several recordings in one file the longest: where step numbers leap, the loop ran on unrecorded."""
+        found = [re.search(r"\d+$", self.events.name_of(int(row))) for row in rows]
+        numbers = np.array([int(each.group()[-9:]) if each else 0 for each in found], dtype=np.int64)
+        runs = np.split(rows, np.flatnonzero(np.diff(numbers) > 1) + 1)
+        return max(reversed(runs), key=len)
 
     def _with_work(self, spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Without stubs: a step cut off by the end of the recording starts no work while the others do."""

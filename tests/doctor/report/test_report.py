@@ -175,3 +175,4 @@ def test_the_page_of_ranks_without_a_device(machine, tmp_path: Path) -> None:
     trace = read(tmp_path)
     page = report.make_html(trace, report.gather_facts(trace))
     assert '<tr><td>?</td><td class="n">0.1</td><td class="n">-</td>' in page
+    assert report.compare_facts(report.gather_facts(trace), report.gather_facts(trace))["idle_s"] == {}

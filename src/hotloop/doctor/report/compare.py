@@ -19,7 +19,8 @@ def compare_facts(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
     for side, facts in enumerate(pair):
         for row in facts["kernels"]:
             families.setdefault(row["family"], [0.0, 0.0])[side] = row["seconds"] / steps[side]
-        for cause, seconds in facts["idle_s"].items():
+        # without device work there is no device that could be idle
+        for cause, seconds in facts["idle_s"].items() if facts["kernels"] else ():
             idle.setdefault(cause, [0.0, 0.0])[side] = seconds / steps[side]
     rules = [{finding["rule"]: finding for finding in facts["findings"]} for facts in pair]
     return {

@@ -287,3 +287,29 @@ def test_what_goes_wrong_before_and_behind_is_said(
 def test_a_budget_spent_before_anything_was_tried_is_said() -> None:
     result = PlainResult("train.py", tried=[Tried(Rung("x"), "not reached", "the budget was spent")])
     assert "nothing was tried: the budget was spent" in format_result(result)
+
+
+def test_settings_that_were_in_force_from_a_file_and_what_no_file_can_hold_are_written(
+    tmp_path: Path,
+) -> None:
+    result = result_of("train.py")
+    result.facts = {"from_file": {"fused": True, "precision": "fp32"}}
+    result.kept.append(Rung("pages", environment={"PAGES": "1"}, setup="mine.py:install"))
+    path = tmp_path / "train.tuned.toml"
+    write_tuned(result, path)
+    assert tomllib.loads(path.read_text())["settings"] == {"fused": True, "precision": "bf16"}
+    assert "# kept too, and no setting: PAGES=1 in the environment" in path.read_text()
+    assert "# kept too, and no setting: mine.py:install called" in path.read_text()
+
+
+def test_a_trial_tells_what_the_script_reads_from_a_file(shared: Nursery, tmp_path: Path) -> None:
+    settings = tmp_path / "small.tuned.toml"
+    settings.write_text("[settings]\nfused = true\n")
+    script = tmp_path / "reads.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport small\n"
+        f"os.environ['HOTLOOP_SETTINGS'] = {str(settings)!r}\nsmall.main()\n"
+    )
+    climb = climb_on(shared, Script(str(script), ["--epochs", "4"]))
+    climb.run()
+    assert climb.finish().facts["from_file"] == {"fused": True}

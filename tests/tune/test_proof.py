@@ -36,7 +36,7 @@ BAD = {
     "bigger_eps": ("constants", 1),
     "worse_metric": ("metric", 20),
     "leaks": ("memory", None),
-    "random_each_time": ("repeatability", 1),
+    "random_each_time": ("repeatability", None),
     "crashes": ("crash", None),
     "out_of_memory": ("out of memory", None),
 }

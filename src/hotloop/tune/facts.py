@@ -152,6 +152,11 @@ class Sight:
             "device_name": _name(loop.device),
             "supported": supported_precisions(loop.device),
             "values": {k: v for k, v in loop.settings.values.items() if isinstance(v, int | str | bool)},
+            "from_file": {
+                name: loop.settings.values[name]
+                for name, source in loop.settings.sources.items()
+                if source.endswith(".toml") and isinstance(loop.settings.values[name], int | float | str)
+            },
             "epoch_steps": epoch_steps,
             "batch_size": getattr(source, "batch_size", None),
             "accumulation": window.every,

@@ -185,6 +185,11 @@ class Prover:
         fault = None if again.error else check_early(again, run, self.loss, tolerance_of("fp32"), "fp32")
         if fault is None:
             return None
+        plain = self._short([] if self._exact else [REFERENCE], dropout=True)
+        alike = tolerance_of("fp32")
+        if plain.error is None and check_early(plain, self.reference, self.loss, alike, "fp32"):
+            text = "two runs of the script differ with the same seed, without this rung too: see what draws"
+            return Fault("repeatability", f"{text} unseeded numbers", fault.step)
         return Fault("repeatability", "two runs with the same seed differ in their first steps", fault.step)
 
     def _error_of(self, run: Run) -> Fault | None:

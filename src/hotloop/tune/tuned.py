@@ -27,13 +27,16 @@ def write_tuned(result: Result, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    # the script may read this very file: what it had from there was in force, and is what was built on
+    settings = result.facts.get("from_file", {}) | result.settings
     gain = "" if result.gain is None else f", {result.gain.ratio:.2f} times as fast as the script as it was"
     lines = [
         f"# found by `hotloop tune {result.script}`{gain}",
         f"# use it: Loop(settings={str(path)!r}), or HOTLOOP_SETTINGS={path} in the environment",
         "",
         "[settings]",
-        *(f"{name} = {_value(value)}" for name, value in result.settings.items()),
+        *(f"{name} = {_value(value)}" for name, value in settings.items()),
+        *(f"# kept too, and no setting: {line}" for line in _beyond_settings(result)),
         "",
         "# on another kind of machine these settings are left aside",
         "[machine]",
@@ -41,6 +44,15 @@ def write_tuned(result: Result, path: Path) -> None:
         "",
     ]
     publish(path, "\n".join(lines))
+
+
+def _beyond_settings(result: Result) -> list[str]:
+    """What rungs of the user's own did that a settings file cannot."""
+    lines = []
+    for rung in result.kept:
+        lines += [f"{name}={value} in the environment" for name, value in rung.environment.items()]
+        lines += [f"{rung.setup} called before the script starts"] if rung.setup else []
+    return lines
 
 
 def _value(value: Any) -> str:

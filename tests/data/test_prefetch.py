@@ -145,7 +145,7 @@ def test_a_loader_through_a_lane_keeps_its_position_while_it_reads_ahead(monkeyp
     from hotloop.data import Loader
     from hotloop.hardware import Processes
 
-    monkeypatch.setattr("hotloop.data.loader.find_lane", lambda device: Paper())
+    monkeypatch.setattr("hotloop.data.loader.find_lane", lambda device, **_: Paper())
     y = torch.arange(20)
 
     def make():

@@ -14,8 +14,11 @@ _NOTICES = (
 
 
 def pytest_collection_modifyitems(items):
+    absent = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
+            if not torch.cuda.is_available():
+                item.add_marker(absent)
             for notice in _NOTICES:
                 item.add_marker(pytest.mark.filterwarnings(notice))
 

@@ -33,6 +33,8 @@ def decompose(captured: Captured, known: Collection[str]) -> Captured:
 
     A call that cannot be taken apart stays, for the error that names it.
     """
+    # decompositions bring constants of their own; the caller's stay as they are
+    captured = replace(captured, constants=dict(captured.constants))
     taken: dict[str, list[Ref]] = {}
     calls: list[Call] = []
 

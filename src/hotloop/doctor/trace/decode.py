@@ -168,7 +168,6 @@ _NOT_FINITE = re.compile(r"([:\[,]\s*)([-+]?(?:NaN|nan|Infinity|inf|Inf))(?=\s*[
 _TRAILING = re.compile(r",(\s*[}\]])")
 _BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _NEXT = re.compile(r'\}\s*,?\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|s|bp|attr)"\s*:)')
-_END = re.compile(r"\s*\]\s*(?:,\s*\"|\}|$)")
 # `"key": "value"` with anything in the value up to what can only be the next key or the end
 _STRING_VALUE = re.compile(
     r'("(?:name|cat|Call stack|Module Hierarchy|Trace name|kernel_file)"\s*:\s*)"(.*?)"'

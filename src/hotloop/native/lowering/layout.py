@@ -361,17 +361,6 @@ def _time_join(context: Context, call: Call) -> Time | None:
 register("cat stack concat", Rule(_pull_join, _lower_join, _time_join))
 
 
-def _pull_repeat(context: Context, call: Call, region: Region) -> list[tuple[Ref, Region]]:
-    shape = context.shape(call.args[0])
-    extra = len(region) - len(shape)
-    return [
-        (
-            call.args[0],
-            tuple(tuple(sorted({i % size for i in region[d + extra]})) for d, size in enumerate(shape)),
-        )
-    ]
-
-
 def _lower_repeat(context: Context, call: Call, region: Region) -> View:
     ref, shape = call.args[0], context.shape(call.args[0])
     view = context.take(ref)

@@ -1,6 +1,7 @@
 """Seconds from the start of a process to its first and its hundredth training step: auto, eager, reduce-overhead.
 
     python -m benchmarks.first_step [--quick] [--json FILE] [--model mlp|gpt|both] [--steps 100]
+        [--repeats 5]
 
 Each run is a process of its own with empty compile and kernel caches; the clock starts before it is made and is read
 when the device has finished that step: imports, CUDA's start, building, compiling, recording and training all count.
@@ -94,16 +95,17 @@ def measure(kind: str, name: str, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    args = arguments(__doc__, model="both", steps=100)
+    args = arguments(__doc__, model="both", steps=100, repeats=5)
     figures: list[Figure] = []
     for name in ("mlp", "gpt") if args.model == "both" else (args.model,):
         times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         # the operating system's file cache is warm for all of them
         if not args.quick:
             measure("eager", name, args.steps)
-        for _ in range(1 if args.quick else 5):
+        for _ in range(1 if args.quick else args.repeats):
             for kind in KINDS:
                 times[kind].append(measure(kind, name, args.steps))
+                print(f"{name}: {kind}", *times[kind][-1], flush=True)
         for i, which in enumerate(("step 1", f"step {args.steps}")):
             eager = statistics.median(t[i] for t in times["eager"])
             for kind in KINDS:

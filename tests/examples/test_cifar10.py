@@ -54,9 +54,9 @@ def test_it_trains_as_the_benchmark_does(tmp_path, monkeypatch, seed):
     trainer = Trainer(theirs, tuple(sets), seed=seed)
     trainer.reset(seed)
     for k in range(2):
-        rows = slice(3 * k, 3 * k + 3)
-        trainer.order[rows] = permutation(n, seed, k, torch.device("cpu")).view(3, batch)
-        trainer.epochs[rows] = k
+        places = slice(n * k, n * k + n)
+        trainer.order[places] = permutation(n, seed, k, torch.device("cpu"))
+        trainer.epochs[places] = k
     filters, head = [p.detach().clone() for p in trainer.net.filters], trainer.net.head.detach().clone()
     made = []
 
@@ -84,8 +84,7 @@ def test_it_trains_as_the_benchmark_does(tmp_path, monkeypatch, seed):
     accuracy, _ = run(seed)
     trainer.net.train()
     for phase in trainer.phases:
-        for _ in range(phase.steps):
-            trainer.step(phase.size)
+        trainer.train(phase)
     trainer.net.eval()
     trainer.evaluate()
     (net,) = made

@@ -1,0 +1,90 @@
+"""The CIFAR-10 recipe's runs: how one is parted, and what a step does to which layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.cifar_net import BEST, Net
+from benchmarks.cifar_recipe import Trainer, phases_of
+
+SMALL = replace(
+    BEST, batch=8, sizes=((1.0, 16), (1.0, 18)), dtype="float32", widths=(16, 16, 16), capture="eager"
+)
+
+
+@pytest.fixture
+def data():
+    g = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (48, 32, 32, 3), generator=g, dtype=torch.uint8)
+    labels = torch.arange(48) % 10
+    return images, labels, images[:16], labels[:16]
+
+
+def test_a_run_is_parted_by_size_batch_and_what_is_frozen():
+    recipe = replace(
+        SMALL, batch=10, sizes=((2.0, 24), (2.0, 32)), small_batch=5, frozen=((0.25, (0, 1)), (0.75, (2,)))
+    )
+    phases = phases_of(recipe, 100)
+    assert [(p.size, p.batch, p.frozen, p.steps) for p in phases] == [
+        (24, 5, (0,), 20), (24, 5, (0, 1), 20), (32, 10, (0, 1), 10), (32, 10, (2,), 10),
+    ]  # fmt: skip
+    assert phases[1].counts(7) == [6, 6, 6, 2]
+
+
+def test_fractions_of_steps_are_carried_on():
+    phases = phases_of(replace(SMALL, batch=8, sizes=((0.4, 24), (0.4, 28), (0.4, 32))), 24)
+    assert [p.steps for p in phases] == [1, 1, 2]  # each is 1.2
+
+
+def test_frozen_layers_stay_and_others_learn(data):
+    trainer = Trainer(SMALL, data)
+    trainer.reset(0)
+    trainer.net.train()
+    phase = trainer.phases[0]
+    for frozen in (0, 1, 2):
+        before = [p.detach().clone() for p in (*trainer.net.filters, *trainer.net.biases)]
+        trainer.step(trainer.load(phase), phase, frozen, False)
+        after = (*trainer.net.filters, *trainer.net.biases)
+        moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        wanted = [False] * frozen + [True] * (6 - frozen)
+        assert moved == wanted * 2, frozen
+
+
+def test_a_network_differentiated_in_parts_has_the_whole_ones_gradient(data):
+    trainer = Trainer(SMALL, data)
+    trainer.reset(0)
+    phase = trainer.phases[0]
+    x, y = trainer.load(phase)
+    twin = Net(SMALL)
+    twin.load_state_dict(trainer.net.state_dict())
+    twin.train()
+    logits = twin(x)
+    torch.nn.functional.cross_entropy(logits, y, reduction="sum").backward()
+    found = {}
+    for number, muon in enumerate(trainer.muons):
+        muon.step = lambda m=muon, n=number: found.update({n: [p.grad.clone() for p in m.parameters]})
+    trainer.sgd.step = lambda: found.update(biases=[p.grad.clone() for p in trainer.net.biases])
+    trainer.net.train()
+    trainer.step((x, y), phase, 0, False)
+    filters = [g for n in range(3) for g in found[n]]
+    for got, p in zip((*filters, *found["biases"]), (*twin.filters, *twin.biases), strict=True):
+        assert torch.allclose(got, p.grad, rtol=1e-4, atol=1e-6 + 1e-5 * p.grad.abs().max().item())
+
+
+def test_each_step_sees_the_next_part_of_the_order(data):
+    trainer = Trainer(SMALL, data)
+    trainer.reset(3)
+    phase = trainer.phases[0]
+    assert torch.equal(trainer.order[:48].sort().values, torch.arange(48))
+    seen = [trainer.load(phase)[1].argmax(1) for _ in range(6)]
+    assert torch.equal(torch.cat(seen), data[1][trainer.order[:48]])
+
+
+def test_whitening_whitens(data):
+    trainer = Trainer(SMALL, data)
+    trainer.reset(0)
+    x = (data[0].permute(0, 3, 1, 2).float() / 255 - torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)) / (
+        torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+    )
+    made = torch.nn.functional.conv2d(x, trainer.net.whiten[:12]).permute(1, 0, 2, 3).flatten(1)
+    assert torch.allclose(made @ made.T / made.shape[1], torch.eye(12), atol=0.01)

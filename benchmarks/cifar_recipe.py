@@ -197,7 +197,7 @@ class Trainer:
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         x = augment(self.train_images, first, zero, self.plain, seed=0, eager=not self.recipe.kernels)
         patches = x.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(len(x), -1, 12)
-        self.covariance.copy_((patches.mT @ patches).sum(0) / (patches.numel() // 12))
+        self.covariance.copy_(patches.flatten(0, 1).T @ patches.flatten(0, 1) / (patches.numel() // 12))
 
     def reset(self, seed: int) -> None:
         """Everything that a run changes, as new; from the resident bytes."""

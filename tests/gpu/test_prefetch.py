@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -126,6 +127,41 @@ def test_the_host_never_waits(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     wanted = {"tensors": sum(range(640)), "list": 3 * sum(range(10))}.get(name, 1000 * sum(range(64)))
     assert total.item() == wanted
+
+
+@pytest.mark.parametrize("name", ["workers", "pinned by workers"])
+def test_batches_of_workers_are_pinned_by_another_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[bool] = []
+    pin = torch.Tensor.pin_memory
+
+    def pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        if not tensor.is_pinned():
+            here.append(threading.current_thread() is threading.main_thread())
+        return pin(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    wanted = [flatten(batch) for batch in DataLoader(Rows(), 4)]
+    source = DataLoader(Rows(), 4, num_workers=2, pin_memory=name != "workers")
+    assert [flatten(batch) for batch in load(source)] == wanted
+    assert len(here) == 2 * len(wanted)  # "x", and the numbers of "y"
+    assert not any(here)
+
+
+def test_no_thread_of_a_loader_touches_the_device_while_work_is_recorded() -> None:
+    from hotloop.capture import CudaRecorder
+    from hotloop.hardware.gate import RECORDING_GATE
+
+    x = torch.zeros(4, device=DEVICE)
+
+    def work() -> bool:
+        x.add_(1)
+        with RECORDING_GATE.passed() as free:
+            return free
+
+    _, free = CudaRecorder(DEVICE).record(work)
+    assert not free
+    with RECORDING_GATE.passed() as free:
+        assert free
 
 
 def test_the_copy_of_the_next_batch_does_not_queue_behind_the_work_on_this_one() -> None:

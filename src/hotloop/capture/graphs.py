@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hotloop.hardware.gate import RECORDING_GATE
 from hotloop.hardware.recording import mend_failed_recording
 
 __all__ = ["CudaRecorder", "Recorder", "Recording"]
@@ -57,7 +58,8 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA graphs on a stream of their own, with one memory pool for all.
 
-    Capture is thread-local: other threads may make CUDA calls meanwhile as long as they keep off this stream.
+    Capture is thread-local: other threads may make CUDA calls meanwhile as long as they keep off this stream. Those of
+    loaders make none (see `hotloop.hardware.gate`).
     """
 
     runs_while_recording = False
@@ -100,7 +102,7 @@ class CudaRecorder:
         # its own in its pool; dropped again afterwards, that one is nobody else's.
         _drop_workspaces()
         try:
-            with torch.cuda.stream(self.stream):
+            with RECORDING_GATE.closed(), torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = work()

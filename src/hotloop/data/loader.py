@@ -140,11 +140,11 @@ class Loader:
                 )
             return ResidentFeed(source, rank, world)
         ahead = self.device.type != "cpu"
+        pins = self.serving.pin_memory is not False
         if _is_map_style(source):
-            pins = self.serving.pin_memory is not False
             return MapFeed(source, self.device, rank, world, agree, ahead, pins)
         if isinstance(source, Iterable) or hasattr(source, "__getitem__") or callable(source):
-            return StreamFeed(source, rank, world, agree, ahead)
+            return StreamFeed(source, rank, world, agree, ahead, pins and self._lane is not None)
         raise PrepareError(
             f"cannot loop over a {type(source).__name__}: a loader is a DataLoader, an iterable over batches, "
             "or a function without arguments that returns one"

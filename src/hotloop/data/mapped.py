@@ -43,7 +43,7 @@ class MapFeed(Feed):
         rank, world: this process among all.
         agree: the ranks' agreement; None for a single process.
         reads_ahead: steps are taken before the loop asks for them, so each must know if it is the last.
-        pins: what is fetched here for such a device goes into page-locked memory.
+        pins: what is fetched here or by workers for such a device goes into page-locked memory.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MapFeed(Feed):
         self._workers: MapWorkers | None = None
         self._turn = 0
         accelerated = device.type in ("cuda", "xpu")
-        pins = pins and accelerated
+        self._pins = pins = pins and accelerated
         self._fetch = build_fetch(source.dataset, source.collate_fn, self.auto, pinned=pins)
         self._pins_here = source.pin_memory and not accelerated and torch.accelerator.is_available()
 
@@ -153,7 +153,7 @@ class MapFeed(Feed):
 
     def _through_workers(self, plan: Iterator[Step], base: int, seed: int) -> Iterator[Step]:
         if self._workers is None:
-            self._workers = MapWorkers(self.source)
+            self._workers = MapWorkers(self.source, self._pins)
         self._turn += 1
         turn = self._turn
         waiting: deque[Step] = deque()

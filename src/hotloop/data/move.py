@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["count_samples", "map_tensors", "move", "move_object"]
+__all__ = ["count_samples", "map_tensors", "move", "move_object", "pin", "pin_object", "pin_tensor"]
 
 _LEAVES = (str, bytes, int, float, bool, complex, type(None))
 
@@ -122,6 +122,23 @@ def move_object(value: Any, device: torch.device, non_blocking: bool) -> Any:
     except TypeError:
         moved = value.to(device)
     return value if moved is None else moved
+
+
+def pin(batch: Any) -> Any:
+    """`batch` with its tensors of the host in page-locked memory, and objects that can pin themselves asked to."""
+    return map_tensors(batch, pin_tensor, pin_object)
+
+
+def pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in page-locked memory, if it lies in the host's and its layout can be there."""
+    if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+        return tensor.pin_memory()
+    return tensor
+
+
+def pin_object(value: Any) -> Any:
+    """What an object's `pin_memory` gives; itself, if it has none."""
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
 def count_samples(batch: Any) -> int:

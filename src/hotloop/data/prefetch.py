@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hotloop.data.move import map_tensors, move, move_object
+from hotloop.data.move import map_tensors, move, move_object, pin_object, pin_tensor
 from hotloop.data.step import Step
 
 __all__ = ["DeviceLane", "Lane", "find_lane", "moved_steps", "prefetched_steps"]
@@ -68,8 +68,8 @@ class DeviceLane:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device; from pageable memory by way of page-locked memory."""
-        if self._pins and tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            tensor = tensor.pin_memory()
+        if self._pins:
+            tensor = pin_tensor(tensor)
         return tensor.to(self.device, non_blocking=True)
 
 
@@ -105,9 +105,8 @@ def _stage(step: Step, device: torch.device, lane: Lane) -> _Staged:
         if not hasattr(value, "record_stream"):
             # Its tensors cannot be marked as in use from outside, so it is moved by the consuming stream.
             staged.late = True
-            return value.pin_memory() if hasattr(value, "pin_memory") else value
-        pinned = value.pin_memory() if hasattr(value, "pin_memory") else value
-        moved = move_object(pinned, device, non_blocking=True)
+            return pin_object(value)
+        moved = move_object(pin_object(value), device, non_blocking=True)
         copies.append(moved)
         return moved
 

@@ -38,10 +38,17 @@ class StreamFeed(Feed):
         rank, world: this process among all.
         agree: the ranks' agreement; None for a single process.
         reads_ahead: steps are taken before the loop asks for them, so each must know if it is the last.
+        pins: batches of workers go into page-locked memory as they come.
     """
 
     def __init__(
-        self, source: Any, rank: int, world: int, agree: Agreement | None, reads_ahead: bool
+        self,
+        source: Any,
+        rank: int,
+        world: int,
+        agree: Agreement | None,
+        reads_ahead: bool,
+        pins: bool = False,
     ) -> None:
         self.source = source
         self.rank, self.world, self.agree = rank, world, agree
@@ -62,7 +69,7 @@ class StreamFeed(Feed):
         self._round = 0
         self._workers: StreamWorkers | None = None
         if _is_plain_stream_loader(source) and source.num_workers > 0:
-            self._workers = StreamWorkers(source)
+            self._workers = StreamWorkers(source, pins)
             self.persistent = bool(source.persistent_workers)
 
     def length(self) -> int:

@@ -12,10 +12,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from hotloop.data.fetch import Fetch, build_fetch
+from hotloop.data.move import pin
 from hotloop.data.randomness import batch_seed, seed_streams
 from hotloop.data.serving import is_lasting
+from hotloop.hardware.gate import RECORDING_GATE
 
-__all__ = ["MapWorkers", "StreamWorkers", "Ticket", "WorkerStart"]
+__all__ = ["MapWorkers", "StreamWorkers", "Ticket", "WorkerStart", "pins_apart"]
 
 Ticket = tuple[Any, int | None, int | None]
 """(indices or None, seed of the streams or None, epoch for the dataset's `set_epoch` or None)."""
@@ -62,9 +64,49 @@ def _numpy_words(base_seed: int, worker: int) -> Any:
     return np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32]).generate_state(4)
 
 
+class _Carried:
+    """A batch from a worker on its way to torch's thread that pins, which unpacks it.
+
+    That thread asks every object that it meets to pin itself. So the batch keeps its types, which torch's own way
+    does not always, and the thread makes no device call while work is being recorded: it then hands the batch on as
+    it is, and the prefetch pins it.
+    """
+
+    def __init__(self, batch: Any, by_torch: bool) -> None:
+        self.batch = batch
+        self.by_torch = by_torch
+
+    def pin_memory(self, *_: Any) -> Any:
+        """The batch in page-locked memory; as torch does it, if the script asked torch for it."""
+        with RECORDING_GATE.passed() as free:
+            if not free:
+                return self.batch
+            if self.by_torch:
+                from torch.utils.data._utils.pin_memory import pin_memory
+
+                return pin_memory(self.batch)
+            return pin(self.batch)
+
+
+class _Collated:
+    """A collate function whose batches are carried; without one, for batches that are collated already."""
+
+    def __init__(self, collate: Callable[[Any], Any] | None, by_torch: bool) -> None:
+        self._collate = collate
+        self._by_torch = by_torch
+
+    def __call__(self, samples: Any) -> _Carried:
+        return _Carried(samples if self._collate is None else self._collate(samples), self._by_torch)
+
+
 def _pass_on(batch: Any) -> Any:
     """Collation was done with the fetch, under the same random streams."""
     return batch
+
+
+def pins_apart(pins: bool) -> bool:
+    """Whether batches of workers are pinned by a thread of their own: if they are to be, and can be."""
+    return pins and torch.accelerator.is_available()
 
 
 class _TicketDataset(Dataset[Any]):
@@ -101,11 +143,13 @@ class _TicketSource:
         return self.tickets
 
 
-def _inner_settings(source: Any) -> dict[str, Any]:
-    pin = bool(source.pin_memory) and torch.accelerator.is_available()
+def _inner_settings(source: Any, collate: Callable[[Any], Any] | None, pins: bool) -> dict[str, Any]:
+    by_torch = bool(source.pin_memory)
+    apart = pins_apart(pins or by_torch)
     return {
         "num_workers": source.num_workers,
-        "pin_memory": pin,
+        "pin_memory": apart,
+        "collate_fn": _Collated(collate, by_torch) if apart else collate or _pass_on,
         "timeout": source.timeout,
         "multiprocessing_context": source.multiprocessing_context,
         "prefetch_factor": source.prefetch_factor,
@@ -116,17 +160,21 @@ def _inner_settings(source: Any) -> dict[str, Any]:
 
 
 class MapWorkers:
-    """The workers of a map-style loader. Batches come in the order of the tickets, always."""
+    """The workers of a map-style loader. Batches come in the order of the tickets, always.
 
-    def __init__(self, source: Any) -> None:
+    Args:
+        source: the user's loader.
+        pins: a thread puts batches into page-locked memory as they come; also where the source asks torch for it.
+    """
+
+    def __init__(self, source: Any, pins: bool = False) -> None:
         self._source = source
         self._tickets = _TicketSource()
         self._inner: DataLoader[Any] = _Inner(
             _TicketDataset(source.dataset, source.collate_fn, source.batch_sampler is not None),
             batch_size=None,
             sampler=self._tickets,
-            collate_fn=_pass_on,
-            **_inner_settings(source),
+            **_inner_settings(source, None, pins),
         )
 
     def batches(self, tickets: Iterator[Ticket], base_seed: int) -> Iterator[Any]:
@@ -153,10 +201,15 @@ class _WorkerStream(IterableDataset[Any]):
 
 
 class StreamWorkers:
-    """The workers of a loader over an IterableDataset. Each has streams of its own, anew each epoch."""
+    """The workers of a loader over an IterableDataset. Each has streams of its own, anew each epoch.
 
-    def __init__(self, source: Any) -> None:
+    Args:
+        source, pins: see `MapWorkers`.
+    """
+
+    def __init__(self, source: Any, pins: bool = False) -> None:
         self._source = source
+        self._pins = pins
         self._inner: DataLoader[Any] | None = None
 
     def batches(self, base_seed: int, round_number: int) -> Iterator[Any]:
@@ -172,8 +225,7 @@ class StreamWorkers:
                     _WorkerStream(source.dataset, base_seed, round_number),
                     batch_size=source.batch_size,
                     drop_last=source.drop_last,
-                    collate_fn=source.collate_fn,
                     worker_init_fn=WorkerStart(base_seed, source.worker_init_fn),
-                    **_inner_settings(source),
+                    **_inner_settings(source, source.collate_fn, self._pins),
                 )
         yield from self._inner

@@ -1,19 +1,23 @@
-"""Progressive resizing on textures of 128 pixels: seconds to an accuracy, against full size throughout.
+"""Progressive resizing on textures of 128 pixels: accuracy after the same seconds, against full size throughout.
 
-    python -m benchmarks.resizing_textures [--quick] [--json FILE] [--seeds 3]
+    python -m benchmarks.resizing_textures [--quick] [--json FILE] [--seeds 3] [--budgets 1.5,3]
 
 The images are no photographs and no enlarged small ones: twelve classes of procedural textures (gratings, checks,
 rings, dots, hexagons, marble, wood, cloud, ridges, cells, cell borders, bricks), each drawn at 128 x 128 with a random
 scale, turn, phase, pair of colours, shading and noise. 24,000 train and 6,000 test a residual network in bf16 through
-`ResidentImages`, `Resizing` and captured steps, with one-cycle rates. What small images save is judged beside what the
-same time buys at full size: a run of fewer epochs.
+`ResidentImages`, `Resizing` and captured steps, with one-cycle rates.
+
+What small images save is spent on more epochs: a budget is the seconds that so many epochs take at full size, and each
+schedule gets the epochs that fit in, by the pace of each size as measured first. Small images come in batches of the
+full size's 256 (so there are more updates) but for "larger batches".
 
 Counts: wall time from new weights to the end of training, the device synchronised; resizing the set is in it. Left out:
-drawing the images, recording the steps (a first run of each variant, shown apart), evaluation.
+drawing the images, recording the steps (a first run of each variant, whose accuracy counts), evaluation.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -115,82 +119,125 @@ def make_net(width: int) -> nn.Module:
     )  # fmt: skip
 
 
-def train(
-    sizes: list[tuple[float, int]], grow: float, seed: int, sets: list[torch.Tensor], batch: int, width: int
-) -> tuple[float, float, float]:
-    """(seconds, test accuracy, the same with norms refreshed) of one run; its steps are recorded in the time."""
+Run = Callable[[int], tuple[float, float, float]]
+Sizes = list[tuple[float, int]]
+
+
+def make_run(sizes: Sizes, grow: float, sets: list[torch.Tensor], batch: int, width: int) -> Run:
+    """Everything that a run needs. `run(seed)` gives seconds, test accuracy, and the same with norms refreshed."""
     loop = hotloop.Loop(precision="bf16", record=False, nonfinite="ignore", device=str(sets[0].device))
-    torch.manual_seed(seed)
     x, y, tx, ty = sets
     how = data.Augment(translate=4, flip="random", mean=(0.5,), std=(0.25,))
-    images = data.ResidentImages(x, y, how, dtype=torch.bfloat16)
     plan = data.Resizing(sizes, batch_size=batch, cost=grow, rate="sqrt", most=2 * batch)
-    loader = data.ResidentLoader(images, seed=seed, resizing=plan, drop_last=True)
     batches = plan.batches(len(x), drop_last=True)
     model = make_net(width).to(memory_format=torch.channels_last)
     optimizer = optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.02)
-    seen = [b.batch_size for b in batches]
-    whole = optim.one_cycle(1.0, sum(seen), unit="samples")
+    # the last epoch may be a part of one
+    ends = list(itertools.accumulate(b.batch_size for b in batches))
+    total = sum(end <= plan.epochs * len(x) for end in ends)
+    whole = optim.one_cycle(1.0, ends[total - 1], unit="samples")
     # one curve over samples, times what the batch grew by
-    values = [whole(sum(seen[:k])) * b.rate for k, b in enumerate(batches)]
+    values = [whole(ends[k] - b.batch_size) * b.rate for k, b in enumerate(batches[:total])]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: values[min(k, len(values) - 1)])
-    model, optimizer, scheduler, loader = loop.prepare(model, optimizer, scheduler, loader)
+    model, optimizer, scheduler = loop.prepare(model, optimizer, scheduler)
+    at_start = scheduler.state_dict()
 
     @loop.capture(outputs="static")
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loop.backward(loss)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loop.backward(F.cross_entropy(model(x), y))
         loop.update(optimizer, scheduler)
-        return loss
 
-    loop.read(torch.zeros(1, device=loop.device))
-    began = time.perf_counter()
-    for _ in loop.epochs(math.ceil(plan.epochs)):
-        for a, b in loader:
+    def run(seed: int) -> tuple[float, float, float]:
+        torch.manual_seed(seed)
+        model.load_state_dict(make_net(width).state_dict())
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        scheduler.load_state_dict(at_start)
+        model.train()
+        loop.read(torch.zeros(1, device=loop.device))
+        began = time.perf_counter()
+        images = data.ResidentImages(x, y, how, dtype=torch.bfloat16)
+        loader = data.ResidentLoader(images, seed=seed, resizing=plan, drop_last=True)
+        endless = itertools.chain.from_iterable(itertools.repeat(loader))
+        for a, b in itertools.islice(endless, total):
             step(a, b)
-    loop.read(next(model.parameters()).flatten()[0])
-    seconds = time.perf_counter() - began
-    test = data.ResidentLoader(
-        data.ResidentImages(tx, ty, data.Augment(mean=(0.5,), std=(0.25,)), dtype=torch.bfloat16),
-        500,
-        shuffle=False,
-    )
+        loop.read(next(model.parameters()).flatten()[0])
+        seconds = time.perf_counter() - began
+        plain = data.Augment(mean=(0.5,), std=(0.25,))
+        test = data.ResidentLoader(
+            data.ResidentImages(tx, ty, plain, dtype=torch.bfloat16), 500, shuffle=False
+        )
 
-    def accuracy() -> float:
-        model.eval()
-        with torch.no_grad():
-            right = sum((model(a).argmax(1) == b).sum() for a, b in test)
-        return float(right) / len(ty)
+        def accuracy() -> float:
+            model.eval()
+            with torch.no_grad():
+                right = sum((model(a).argmax(1) == b).sum() for a, b in test)
+            return float(right) / len(ty)
 
-    plain = accuracy()
-    full = data.ResidentLoader(images, batch, seed=99)
-    data.refresh_norms(model, (a for (a, _), _ in zip(full, range(20), strict=False)))
-    return seconds, plain, accuracy()
+        before = accuracy()
+        full = data.ResidentLoader(images, batch, seed=99)
+        data.refresh_norms(model, (a for (a, _), _ in zip(full, range(20), strict=False)))
+        return seconds, before, accuracy()
+
+    return run
+
+
+def find_costs(sets: list[torch.Tensor], batch: int, width: int) -> dict[int, tuple[float, float]]:
+    """Seconds of an epoch at each size, and those that come once (resizing the set): a line through two runs."""
+    costs = {}
+    for size in (64, 96, SIZE):
+        seconds = []
+        for share in (0.25, 1.0):
+            run = make_run([(share, size)], 0, sets, batch, width)
+            run(0)
+            seconds.append(run(0)[0])
+        pace = (seconds[1] - seconds[0]) / 0.75
+        costs[size] = (pace, max(seconds[0] - 0.25 * pace, 0.0))
+        print(f"  an epoch at {size} pixels: {pace:.3f} s, once {costs[size][1]:.3f} s", flush=True)
+    return costs
+
+
+def epochs_within(seconds: float, shares: Sizes, costs: dict[int, tuple[float, float]]) -> float:
+    """Epochs of a schedule that take so long."""
+    once = sum(costs[size][1] for _, size in shares)
+    return (seconds - once) / sum(share * costs[size][0] for share, size in shares)
+
+
+SCHEDULES: dict[str, tuple[Sizes, float]] = {
+    "128 throughout": ([(1.0, 128)], 0),
+    "96 for six tenths, then 128": ([(0.6, 96), (0.4, 128)], 0),
+    "64 for a quarter, 96, 128": ([(0.25, 64), (0.35, 96), (0.4, 128)], 0),
+    "64, 96, 128, larger batches": ([(0.4, 64), (0.3, 96), (0.3, 128)], 2),
+}
+"""Shares of the epochs and their pixels, and how batches grow as pixels shrink."""
 
 
 def main() -> None:
-    args = arguments(__doc__, seeds=3, epochs=6)
+    args = arguments(__doc__, seeds=3, budgets="1.5,3")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
     n, batch, width = (24000, 256, 32) if not args.quick else (240, 24, 4)
+    began = time.perf_counter()
     sets = [*draw_set(n, 1, device), *draw_set(n // 4, 2, device)]
-    e = float(args.epochs)
-    variants: dict[str, tuple[list[tuple[float, int]], float]] = {
-        "128 throughout": ([(e, 128)], 0),
-        "128, half the epochs": ([(e / 2, 128)], 0),
-        "64, 96, 128, larger batches": ([(0.4 * e, 64), (0.3 * e, 96), (0.3 * e, 128)], 2),
-        "96, 112, 128, equal batches": ([(0.3 * e, 96), (0.3 * e, 112), (0.4 * e, 128)], 0),
-    }
+    print(f"  drawing the images: {time.perf_counter() - began:.1f} s", flush=True)
+    costs = find_costs(sets, batch, width)
     figures: list[Figure] = []
-    for name, (sizes, grow) in variants.items():
-        rows = [train(sizes, grow, seed, sets, batch, width) for seed in range(args.seeds + 1)]
-        figures.append(Figure(f"{name}: first run, its steps recorded", rows[0][0], "s"))
-        for k, (what, unit, scale) in enumerate(
-            [("training", "s", 1), ("accuracy", "%", 100), ("accuracy, norms refreshed", "%", 100)]
-        ):
-            values = [scale * row[k] for row in (rows if k else rows[1:])]
-            spread = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-            figures.append(Figure(f"{name}: {what}", statistics.mean(values), unit, spread))
-    report(f"textures of 128 pixels, {e:g} epochs", figures, args.json)
+    for budget in map(float, args.budgets.split(",")):
+        for name, (shares, grow) in SCHEDULES.items():
+            # at full size a budget is so many epochs: what the others have to fit into
+            epochs = max(epochs_within(budget * costs[SIZE][0], shares, costs), 0.5 * budget)
+            run = make_run([(share * epochs, size) for share, size in shares], grow, sets, batch, width)
+            rows = [run(seed) for seed in range(args.seeds)]
+            title = f"{name}, {epochs:.2f} epochs"
+            for k, (what, unit, scale) in enumerate(
+                [("training", "s", 1), ("accuracy", "%", 100), ("accuracy, norms refreshed", "%", 100)]
+            ):
+                values = [scale * row[k] for row in (rows if k else rows[1:])]
+                spread = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+                figures.append(Figure(f"{title}: {what}", statistics.mean(values), unit, spread))
+                print(f"  {title}: {what} {' '.join(f'{v:.3f}' for v in values)} {unit}", flush=True)
+    report("textures of 128 pixels at equal seconds", figures, args.json)
 
 
 if __name__ == "__main__":

@@ -153,6 +153,8 @@ def make_run(sizes: Sizes, grow: float, sets: list[torch.Tensor], batch: int, wi
         for state in optimizer.state.values():
             for value in state.values():
                 value.zero_()
+        for group, lr in zip(optimizer.param_groups, at_start["_last_lr"], strict=True):
+            group["lr"] = lr
         scheduler.load_state_dict(at_start)
         model.train()
         loop.read(torch.zeros(1, device=loop.device))

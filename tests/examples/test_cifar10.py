@@ -49,7 +49,7 @@ def test_it_trains_as_the_benchmark_does(tmp_path, monkeypatch, seed):
     shared = {"smoothing": 0.15, "sizes": sizes, "batch": batch, "widths": widths}
     theirs = Benchmarked(
         **shared, features=32, again=2.0, bias_rate=0.09, tta_share=0.3, decay=1.6e-3 / batch, dtype="float32",
-        kernels=False, capture="eager",
+        kernels=False, capture="eager", beside=False,
     )  # fmt: skip
     trainer = Trainer(theirs, tuple(sets), seed=seed)
     trainer.reset(seed)

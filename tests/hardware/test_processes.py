@@ -87,3 +87,30 @@ def test_nonsense_is_named(environment, variables, text):
     assert text in str(caught.value)
     with pytest.raises(hotloop.HotloopError):
         hotloop.Loop(record=False, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("set_by", "before", "plan", "wanted"),
+    [
+        ("launcher", "0", None, "1"),
+        ("launcher", "0", hotloop.Plan(), "1"),
+        ("launcher", "0", hotloop.Plan(capture=True), "0"),
+        ("", "0", None, "0"),
+        ("", "3", hotloop.Plan(capture=True), "3"),
+        ("", "", None, ""),
+    ],
+)
+def test_nccl_s_errors_are_handled_unless_exchanges_are_recorded(
+    environment, monkeypatch, set_by, before, plan, wanted
+):
+    def start(*_, **__):
+        # the group reads it when it is made
+        raise InterruptedError(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+
+    environment(RANK="0", WORLD_SIZE="2")
+    monkeypatch.setenv("HOTLOOP_NCCL_ERRORS", set_by)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+    monkeypatch.setattr("torch.distributed.init_process_group", start)
+    with pytest.raises(InterruptedError) as caught:
+        hotloop.Loop(record=False, device="cpu", parallel=plan)
+    assert str(caught.value) == wanted

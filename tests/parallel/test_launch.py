@@ -94,6 +94,7 @@ def test_threads_are_shared_out_unless_set(
     import hotloop.parallel.launch as module
 
     monkeypatch.setattr(module, "usable_cores", lambda: 9)
+    monkeypatch.setattr(module, "_accelerators", lambda: (None, 0))
     assert _variables(Launch("train.py"), 2, {}) == {"OMP_NUM_THREADS": "4"}
     assert capsys.readouterr().err.count("4 CPU threads each") == 1
     assert _variables(Launch("train.py"), 16, {})["OMP_NUM_THREADS"] == "1"
@@ -101,6 +102,24 @@ def test_threads_are_shared_out_unless_set(
     capsys.readouterr()
     assert _variables(Launch("train.py"), 1, {}) == {}
     assert capsys.readouterr().err == ""
+
+
+def test_torch_s_handling_of_nccl_errors_is_off_for_recorded_exchanges_unless_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import hotloop.parallel.launch as module
+
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setattr(module, "_accelerators", lambda: ("cuda", 4))
+    found = _variables(Launch("train.py"), 4, {})
+    assert (found[name], found["HOTLOOP_NCCL_ERRORS"]) == ("0", "launcher")
+    assert _variables(Launch("train.py", nodes=2), 1, {})[name] == "0"
+    for own in (name, "NCCL_ASYNC_ERROR_HANDLING"):
+        assert _variables(Launch("train.py"), 4, {own: "3"}).keys() == {"OMP_NUM_THREADS"}
+    assert name not in _variables(Launch("train.py"), 1, {})
+    assert name not in _variables(Launch("train.py", device="cpu"), 4, {})
+    monkeypatch.setattr(module, "_accelerators", lambda: ("xpu", 4))
+    assert name not in _variables(Launch("train.py"), 4, {})
 
 
 def test_the_device_goes_to_the_processes_as_an_override() -> None:

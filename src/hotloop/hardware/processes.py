@@ -90,11 +90,19 @@ class Processes:
             dist.barrier(group=group or self.side_group("objects"))
 
 
-def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Processes:
+def find_processes(
+    device_type: str = "cpu", *, timeout_s: float = 1800.0, recorded: bool = False
+) -> Processes:
     """The processes of this run, from torch.distributed if it is up, else from the environment.
 
     `torchrun`, `hotloop launch` and Slurm's `srun` are understood; with none of them it is one process.
     Starts torch.distributed if there are several and it is not running: NCCL for "cuda", gloo otherwise.
+
+    Args:
+        device_type: where the processes compute.
+        timeout_s: how long an exchange may take.
+        recorded: exchanges will be recorded into CUDA graphs. For that torch wants its handling of NCCL's errors
+            switched off, and `hotloop launch` does so; without it, that is undone.
 
     Raises:
         ProcessError: the environment names a rank without a world, one outside it, or no number at all.
@@ -107,6 +115,9 @@ def find_processes(device_type: str = "cpu", *, timeout_s: float = 1800.0) -> Pr
     if found.world == 1:
         return found
     found.backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device_type, "gloo")
+    if not recorded and os.environ.pop("HOTLOOP_NCCL_ERRORS", "") == "launcher":
+        # what torch's agent gives to every process: an exchange that hangs ends the run
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
     dist.init_process_group(
         found.backend,

@@ -113,7 +113,7 @@ class Loop:
             raise SettingError(f"parallel={parallel!r} is no hotloop.Plan; leave it out for data parallelism")
         self.settings = find_settings(given, settings, machine_kind)
         self.device = find_device(self.settings["device"], local_rank=find_local_rank())
-        self.processes = find_processes(self.device.type)
+        self.processes = find_processes(self.device.type, recorded=parallel is not None and parallel.capture)
         self.precision = find_precision(self.settings["precision"], self.device)
         if self.precision.name == "tf32":
             torch.set_float32_matmul_precision("high")

@@ -34,6 +34,8 @@ __all__ = ["Launch", "launch_processes"]
 
 _STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
+# torch's name for whether a failed or hung exchange through NCCL ends its process, and the name before that
+_NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,10 @@ def _variables(launch: Launch, count: int, env: Mapping[str, str]) -> dict[str, 
         where = f" on {launch.device}"
     if launch.device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""
+    elif count * launch.nodes > 1 and _accelerators()[0] == "cuda" and env.keys().isdisjoint(_NCCL_ERRORS):
+        # for exchanges that are recorded into CUDA graphs; a loop that records none takes it back: see find_processes
+        found[_NCCL_ERRORS[0]] = "0"
+        found["HOTLOOP_NCCL_ERRORS"] = "launcher"
     if count > 1:
         if "OMP_NUM_THREADS" in env:
             threads = f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']} as set"

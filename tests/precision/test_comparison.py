@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +145,35 @@ def test_what_cannot_be_compared_is_said() -> None:
     held.cache = held.weight * 2
     with pytest.raises(PrecisionError, match="cannot be copied"):
         agreement(held, torch.randn(3, 4))
+
+
+def test_tables_are_kept_in_the_record_and_shown(
+    model: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hotloop.cli import main
+
+    loop = hotloop.Loop("bf16", device="cpu", record=tmp_path / "run")
+    loop.prepare(model)
+    x = torch.randn(8, 16)
+    tables = [agreement(model, x, loop=loop), agreement(model, x, "bf16-true", loop=loop)]
+    assert [table.precision.split()[0] for table in tables] == ["bf16", "bf16-true"]
+    assert tables[0] == agreement(model, x, "bf16")
+    with torch.no_grad():
+        model.head.weight[0, 0] = torch.nan
+    tables.append(agreement(model, x, reference="float64", loop=loop))
+    loop.end_training()
+    kept = json.loads((tmp_path / "run" / "run.json").read_text())["agreement"]
+    assert kept[:2] == [table.to_dict() for table in tables[:2]]
+    assert kept[2]["rows"][0]["output"] == "NaN"
+    assert main(["runs", "show", str(tmp_path / "run")]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("agreement")]
+    text = [line.removeprefix("agreement").strip() for line in shown]
+    assert text == [line.strip() for table in tables for line in str(table).splitlines()]
+
+
+def test_a_loop_without_a_record_gives_its_precision(model: Net) -> None:
+    loop = hotloop.Loop("bf16-true", device="cpu", record=False)
+    assert agreement(model, torch.randn(4, 16), loop=loop).precision.startswith("bf16-true ")
 
 
 def test_numbers_that_are_not_finite_come_first() -> None:

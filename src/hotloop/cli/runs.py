@@ -136,6 +136,7 @@ def format_run(run: Run) -> str:
         else:
             rows.append((title, value))
     rows += [("note", note.get("text")) for note in fields.get("notes", [])]
+    rows += [("agreement", line) for table in fields.get("agreement", []) for line in _agreement(table)]
     metrics = run.metrics()
     last: dict[str, Any] = {}
     for row in metrics:
@@ -148,6 +149,12 @@ def format_run(run: Run) -> str:
     shown = [(name, str(value)) for name, value in rows if value not in (None, "", "-")]
     width = max(len(name) for name, _ in shown)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in shown)
+
+
+def _agreement(table: dict[str, Any]) -> list[str]:
+    from hotloop.precision import Agreement
+
+    return str(Agreement.from_dict(table)).splitlines()
 
 
 def _value(value: Any) -> str:

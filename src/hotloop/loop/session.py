@@ -158,6 +158,11 @@ class Session:
             machine=describe_machine() if processes.is_main else None,
         )
 
+    def keep(self, name: str, entry: dict[str, Any]) -> None:
+        """Add `entry` to those that the record lists under `name`."""
+        if self.record is not None:
+            self.record.update(**{name: [*self.record.fields.get(name, []), entry]})
+
     def end(self, status: str, error: BaseException | str | None = None, reason: str | None = None) -> None:
         """Flush and close everything; later calls do nothing."""
         if self.ended:

@@ -21,6 +21,7 @@ from hotloop.seeds import rng_state, set_rng_state
 __all__ = ["Agreement", "ModuleError", "agreement"]
 
 _SHOWN = 40
+_ERRORS = ("output", "output_gradient", "weight_gradient")
 _REFERENCES = {"fp32": torch.float32, "float64": torch.float64}
 
 
@@ -71,6 +72,24 @@ class Agreement:
         """Everything as plain values."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Agreement:
+        """What `to_dict` returned, also after a record wrote numbers that are not finite as text.
+
+        >>> row = ModuleError("head", "Linear", 0.001, math.inf, None)
+        >>> table = Agreement("bf16", "fp32", 1.0, 1.0, [row])
+        >>> Agreement.from_dict(table.to_dict()) == table
+        True
+        """
+        rows = [
+            ModuleError(
+                row["name"], row["kind"], *(e if e is None else float(e) for e in map(row.get, _ERRORS))
+            )
+            for row in values["rows"]
+        ]
+        numbers = float(values["loss"]), float(values["reference_loss"])
+        return cls(values["precision"], values["reference"], *numbers, rows)
+
     def __str__(self) -> str:
         head = f"{self.precision} against {self.reference}: loss {self.loss:.6g} against {self.reference_loss:.6g}"
         names = [row.name or "(the model)" for row in self.rows[:_SHOWN]]
@@ -94,10 +113,11 @@ class Agreement:
 def agreement(
     model: nn.Module,
     batch: Any,
-    precision: str | Precision = "bf16",
+    precision: str | Precision | None = None,
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     reference: str = "fp32",
+    loop: Any = None,
 ) -> Agreement:
     """Compare one forward and backward of `model` in `precision` with the same in fp32.
 
@@ -108,10 +128,11 @@ def agreement(
     Args:
         model: a module, prepared or plain, on the device to compute on.
         batch: a tensor; a dict, given as keywords; or a tuple, the first of which is the model's input.
-        precision: a name or a `Precision`.
+        precision: a name or a `Precision`; default that of `loop`, else bf16.
         loss: called with a copy and the batch, on the device, returns a 0-d tensor. Default: the `loss` that the
             model's output carries, else the mean square of its output.
         reference: "fp32" or "float64".
+        loop: a `Loop` in whose record the table is kept too, under "agreement"; `hotloop runs show` prints it.
 
     Raises:
         PrecisionError: the device does not compute in that precision; the model cannot be copied.
@@ -127,6 +148,8 @@ def agreement(
         )
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
+    if precision is None:
+        precision = "bf16" if loop is None else loop.precision
     wanted = find_precision(precision, device)
     batch = map_tensors(batch, lambda t: t.to(device))
     streams = rng_state(device)
@@ -141,7 +164,10 @@ def agreement(
     finally:
         set_rng_state(streams, device)
     rows = sorted(found.errors(), key=lambda row: -row.worst)
-    return Agreement(str(wanted), reference, found_loss, right_loss, rows)
+    table = Agreement(str(wanted), reference, found_loss, right_loss, rows)
+    if loop is not None:
+        loop._session.keep("agreement", table.to_dict())
+    return table
 
 
 class _Probe:

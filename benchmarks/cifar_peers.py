@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.cifar_recipe import MEAN, STD, Outcome, Recipe
+from benchmarks.cifar_recipe import MEAN, STD, Outcome, Recipe, phases_of
 
 
 class Airbench:
@@ -99,26 +99,32 @@ def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class PlainRun:
-    """The same recipe in plain PyTorch: a loop of eager or compiled forwards, torch's SGD, Muon matrix by matrix."""
+    """The same recipe in plain PyTorch: a loop of eager or compiled forwards, torch's SGD, Muon matrix by matrix.
+
+    What a recipe's `first_share` leaves out of the first filters' gradient is in it here.
+    """
 
     def __init__(self, recipe: Recipe, data: tuple[torch.Tensor, ...], *, compiled: bool = False) -> None:
         self.recipe = recipe
         self.train_images, self.train_labels, self.test_images, self.test_labels = data
         self.device = data[0].device
         self.net = PlainNet(recipe).to(self.device).to(memory_format=torch.channels_last)
-        self.forward: Any = torch.compile(self.net) if compiled else self.net
-        self.orthogonal: Any = torch.compile(orthogonal) if compiled else orthogonal
+        # every shape apart: what is compiled for any shape is slower
+        self.forward: Any = torch.compile(self.net, dynamic=False) if compiled else self.net
+        self.orthogonal: Any = torch.compile(orthogonal, dynamic=False) if compiled else orthogonal
         self.mean = torch.tensor(MEAN, device=self.device).view(1, 3, 1, 1)
         self.std = torch.tensor(STD, device=self.device).view(1, 3, 1, 1)
+        self.phases = phases_of(recipe, len(self.train_images))
 
     def normal(self, images: torch.Tensor) -> torch.Tensor:
         x = (images.permute(0, 3, 1, 2).to(self.recipe.type) / 255 - self.mean) / self.std
         return x.to(self.recipe.type).contiguous(memory_format=torch.channels_last)
 
-    def augmented(self, images: torch.Tensor, padded: torch.Tensor, epoch: int) -> torch.Tensor:
-        n, t = len(images), self.recipe.translate
+    def augmented(self, padded: torch.Tensor, epoch: int) -> torch.Tensor:
+        """All images shifted, turned every other epoch and jittered, out of padded ones [N, 3, H, H]."""
+        n, t = len(padded), self.recipe.translate
         shift = torch.randint(0, 2 * t + 1, (n, 2, 1), device=self.device)
-        span = torch.arange(32, device=self.device)
+        span = torch.arange(padded.shape[-1] - 2 * t, device=self.device)
         rows, columns = shift[:, 0] + span, shift[:, 1] + span
         x = padded.permute(0, 2, 3, 1)[
             torch.arange(n, device=self.device)[:, None, None], rows[:, :, None], columns[:, None]
@@ -129,6 +135,22 @@ class PlainRun:
         b = (torch.rand(n, 1, 1, 1, device=self.device) * 2 - 1) * self.recipe.brightness
         c = (torch.rand(n, 1, 1, 1, device=self.device) * 2 - 1) * self.recipe.contrast + 1
         return ((x + b) * c).to(self.recipe.type).contiguous(memory_format=torch.channels_last)
+
+    def smaller(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        if size == x.shape[-1]:
+            return x
+        parts = [
+            F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True).to(x.dtype)
+            for part in x.split(5000)
+        ]
+        return torch.cat(parts).contiguous(memory_format=torch.channels_last)
+
+    def share(self, k: int, total: int, size: int) -> float:
+        """What the peak rates are multiplied by at update k."""
+        r = self.recipe
+        if r.schedule != "linear" or r.warm:
+            raise ValueError("the plain peer knows a line down alone")
+        return ((1 - k / total) ** r.power * (1 - r.final) + r.final) * (r.small_rate if size < 32 else 1.0)
 
     def run(self, seed: int) -> Outcome:
         r, net = self.recipe, self.net
@@ -155,35 +177,48 @@ class PlainRun:
         more = scaled[12 - (r.features - 24) // 2 :] * r.again
         net.whiten.weight.data.copy_(torch.cat((scaled, -scaled, more, -more)))
         x = torch.where((torch.rand(len(x), device=self.device) < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
-        padded = F.pad(x, (r.translate,) * 4, "reflect")
-        per_epoch = len(x) // r.batch
-        total = round(sum(e for e, _ in r.sizes) * len(x) / r.batch)
-        for k in range(total):
-            if k % per_epoch == 0:
-                seen = self.augmented(x, padded, k // per_epoch)
-                order = torch.randperm(len(x), device=self.device)
-            index = order[k % per_epoch * r.batch :][: r.batch]
-            loss = F.cross_entropy(
-                self.forward(seen[index]),
-                self.train_labels[index],
-                label_smoothing=r.smoothing,
-                reduction="sum",
-            )
-            loss.backward()
-            share = 1 - k / total
-            for group, rate in zip(sgd.param_groups, (r.bias_rate, r.head_rate), strict=True):
-                group["lr"] = rate * share
-            sgd.step()
-            with torch.no_grad():
-                for p, m in zip(filters, buffers, strict=True):
-                    m.mul_(r.filter_momentum).add_(p.grad)
-                    g = p.grad.add(m, alpha=r.filter_momentum)
-                    p.mul_(math.sqrt(len(p)) / p.norm())
-                    p.add_(
-                        self.orthogonal(g.reshape(len(p), -1), r.ns_steps).view_as(p),
-                        alpha=-r.filter_rate * share,
-                    )
-            net.zero_grad()
+        total = sum(phase.steps for phase in self.phases)
+        last = r.filter_momentum if r.last_momentum is None else r.last_momentum
+        k, epoch, at, size = 0, 0, len(x), 0
+        for phase in self.phases:
+            if phase.size != size:
+                size = phase.size
+                padded = F.pad(self.smaller(x, size), (r.translate,) * 4, "reflect")
+                at = len(x)  # a new size begins a new pass
+            for i in range(phase.steps):
+                if at + phase.batch > len(x):
+                    seen = self.augmented(padded, epoch)
+                    order = torch.randperm(len(x), device=self.device)
+                    at, epoch = 0, epoch + 1
+                index = order[at : at + phase.batch]
+                at += phase.batch
+                frozen = phase.frozen[i % len(phase.frozen)]
+                for number, (p, bias) in enumerate(zip(filters, biases, strict=True)):
+                    p.requires_grad_(number >= frozen)
+                    bias.requires_grad_(number >= frozen)
+                loss = F.cross_entropy(
+                    self.forward(seen[index]).float(),
+                    self.train_labels[index],
+                    label_smoothing=r.smoothing,
+                    reduction="sum",
+                )
+                loss.backward()
+                share = self.share(k, total, size)
+                momentum = r.filter_momentum + k / total * (last - r.filter_momentum)
+                for group, rate in zip(sgd.param_groups, (r.bias_rate, r.head_rate), strict=True):
+                    group["lr"] = rate * share
+                sgd.step()
+                with torch.no_grad():
+                    for p, m in list(zip(filters, buffers, strict=True))[frozen:]:
+                        m.mul_(momentum).add_(p.grad, alpha=1 - momentum)
+                        g = p.grad.lerp(m, momentum)
+                        p.mul_(math.sqrt(len(p)) / p.norm())
+                        p.add_(
+                            self.orthogonal(g.reshape(len(p), -1), r.ns_steps).view_as(p),
+                            alpha=-r.filter_rate * share,
+                        )
+                net.zero_grad()
+                k += 1
         net.eval()
         with torch.no_grad():
             tx = self.normal(self.test_images)

@@ -1,29 +1,28 @@
-"""CIFAR-10 to 94 % test accuracy on one GPU: warm and cold seconds beside airbench and plain PyTorch, an ablation.
+"""CIFAR-10 to 94 % test accuracy on one GPU: warm and cold seconds beside airbench and plain PyTorch.
 
-    python -m benchmarks.cifar_to_accuracy --data FOLDER [--quick] [--json FILE] [--parts warm,cold,ablation]
+    python -m benchmarks.cifar_to_accuracy --data FOLDER [--quick] [--json FILE] [--parts warm,cold] [--compiled]
 
 FOLDER holds train.pt and test.pt as airbench writes them (lossless images). The settings of
-`cifar_recipe.BEST` were searched for on 5,000 held-out training images (`benchmarks.cifar_sweep`); its sizes and
-lengths come out of the ablation, which the test set judged.
+`cifar_recipe.BEST` were searched for on 5,000 held-out training images (`benchmarks.cifar_sweep`). What parts of it are
+worth: `benchmarks.cifar_ablation`.
 
-Warm: from uint8 images and labels on the device to the number of right answers on the host. In it: new weights, the
-order of the samples, the whitening, resizing, every update, evaluation with its views. Left out: reading the files,
-recording the graphs (once for all runs), Triton's compilation. Runs of all variants are interleaved.
-airbench's clock is its own: it leaves out new weights, casting and normalising of the data, and is synchronised around
-each epoch. Plain PyTorch, the same network and recipe in an eager loop, is on our clock.
+Warm: from uint8 images and labels on the device, which is idle, to the number of right answers on the host. In it: new
+weights, emptied optimizers, the order of the samples, whitening, casting, resizing, every update, evaluation with its
+views. Left out: reading the files, recording the graphs (once for all runs), Triton's compilation. Runs of all variants
+are interleaved in one process.
+airbench's clock is its own, as it prints it: whitening, training and the last evaluation with its views. It leaves out
+new weights, loading, casting and normalising of the data, and is synchronised around each epoch. (The package has no
+network with Muon.) Plain PyTorch, the same network, sizes and recipe in an eager loop, is on our clock; `--compiled`
+adds it with network and orthogonalisation under `torch.compile`, its compilation left out.
 
 Cold: wall time from the start of a new process to the same number, files in the page cache, nothing compiled before
 (an empty Triton cache; no Inductor). Import, CUDA start, reading, preparing and training apart, beside the floor of
 `import torch; torch.zeros(1).cuda()`.
-
-Ablation: schedules, sizes, routes and precisions, each a change of one thing; seconds to 94 % by a line through the
-mean accuracies of a shorter, the full and a longer run.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -36,14 +35,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.cifar_recipe import BEST, COLD, Outcome, Recipe, Trainer, read_cifar
+from benchmarks.cifar_recipe import BEST, COLD, Outcome, Trainer, read_cifar
 from benchmarks.harness import Figure, report
-
-TARGET = 94.0
 
 
 def summary(
@@ -61,7 +57,27 @@ def summary(
     return found
 
 
-def warm(folder: Path, data: tuple[torch.Tensor, ...], runs: int, peer_runs: int) -> list[Figure]:
+def distribution(name: str, outcomes: list[Outcome]) -> list[Figure]:
+    """How far single runs lie apart."""
+    accuracy, seconds = [100 * o.accuracy for o in outcomes], [o.seconds for o in outcomes]
+    print(f"  {name}: accuracy {' '.join(f'{a:.2f}' for a in accuracy)}")
+    print(f"  {name}: seconds {' '.join(f'{s:.3f}' for s in seconds)}", flush=True)
+    if len(outcomes) < 2:
+        return []
+    deviation = statistics.stdev(accuracy)
+    return [
+        Figure("    standard deviation of accuracy", deviation, "points"),
+        Figure("    standard error of its mean", deviation / len(accuracy) ** 0.5, "points"),
+        Figure("    mean accuracy without views", statistics.mean(100 * o.plain for o in outcomes), "%"),
+        Figure("    seconds, median", statistics.median(seconds), "s"),
+        Figure("    seconds, least", min(seconds), "s"),
+        Figure("    seconds, most", max(seconds), "s"),
+    ]
+
+
+def warm(
+    folder: Path, data: tuple[torch.Tensor, ...], runs: int, peer_runs: int, compiled: bool
+) -> list[Figure]:
     from benchmarks.cifar_peers import Airbench, PlainRun
 
     ours = Trainer(BEST, data)
@@ -69,18 +85,20 @@ def warm(folder: Path, data: tuple[torch.Tensor, ...], runs: int, peer_runs: int
     ours.run(0)
     makers: dict[str, Callable[[], Callable[[int], Outcome]]] = {
         "airbench94": lambda: Airbench(folder).run,
-        "plain PyTorch": lambda: (
-            PlainRun(replace(BEST, sizes=((sum(e for e, _ in BEST.sizes), 32),)), data).run
-        ),
+        "plain PyTorch": lambda: PlainRun(BEST, data).run,
     }
+    if compiled:
+        makers["plain PyTorch, compiled"] = lambda: PlainRun(BEST, data, compiled=True).run
     variants: dict[str, Callable[[int], Outcome]] = {"hotloop": ours.run}
     for name, make in makers.items() if peer_runs else ():
+        began = time.perf_counter()
         try:
             variants[name] = make()
             variants[name](0)
         except Exception:
             traceback.print_exc()
             variants.pop(name, None)
+        print(f"  {name}: made and run once in {time.perf_counter() - began:.1f} s", flush=True)
     turns = ["hotloop"] * runs + [name for name in variants if name != "hotloop" for _ in range(peer_runs)]
     random.Random(0).shuffle(turns)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in variants}
@@ -92,6 +110,7 @@ def warm(folder: Path, data: tuple[torch.Tensor, ...], runs: int, peer_runs: int
     for name, found in outcomes.items():
         ratio = None if name == "hotloop" else statistics.mean(o.seconds for o in found) / mine
         figures += summary(f"{name}, warm", found, "hotloop's" if ratio else None, ratio)
+        figures += distribution(name, found)
     return figures
 
 
@@ -179,90 +198,15 @@ def cold(folder: Path, repeats: int) -> list[Figure]:
     return figures
 
 
-def seconds_to_target(
-    name: str, recipe: Recipe, data: tuple[torch.Tensor, ...], seeds: int
-) -> tuple[list[Figure], float]:
-    """Figures of the recipe at 0.8, 1 and 1.25 times its epochs, and seconds to 94 % by least squares over them."""
-    points: list[tuple[float, float]] = []
-    figures: list[Figure] = []
-    for stretch in (0.8, 1.0, 1.25):
-        trainer = Trainer(replace(recipe, sizes=tuple((e * stretch, s) for e, s in recipe.sizes)), data)
-        trainer.prepare()
-        outcomes = [trainer.run(seed) for seed in range(1, seeds + 1)]
-        figures += summary(f"{name}, epochs x {stretch:g}", outcomes)
-        points.append((figures[-2].value, figures[-1].value))
-        del trainer
-        gc.collect()
-    slope, start = statistics.linear_regression(*zip(*points, strict=True))
-    return figures, start + slope * TARGET
-
-
-ABLATION: dict[str, dict[str, Any]] = {
-    "the recipe": {},
-    "one-cycle": {"schedule": "one_cycle"},
-    "step-down": {"schedule": "step"},
-    "constant": {"schedule": "constant"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float32 (tf32)": {"dtype": "float32"},
-    "eager, torch's kernels": {"capture": "eager", "kernels": False},
-    "graph, torch's kernels": {"kernels": False},
-    "eager, Triton's kernels": {"capture": "eager"},
-}
-
-
-def variants_of(compiled: bool) -> dict[str, dict[str, Any]]:
-    """What the ablation changes, by name."""
-    variants = dict(ABLATION)
-    epochs = sum(e for e, _ in BEST.sizes)
-    if len(BEST.sizes) == 1:
-        variants["resizing: 24 pixels, then 32"] = {"sizes": ((epochs * 0.5, 24), (epochs * 0.5, 32))}
-        variants["crops of 28 pixels, then 32"] = {
-            "sizes": ((epochs * 0.75, 28), (epochs * 0.25, 32)),
-            "crops": True,
-        }
-    else:
-        variants["32 pixels throughout"] = {"sizes": ((epochs, 32),)}
-    if compiled:
-        variants["compiled"] = {"capture": "compile", "kernels": False}
-        variants["compiled and graph"] = {"capture": "full", "kernels": False}
-    return variants
-
-
-def ablation(data: tuple[torch.Tensor, ...], seeds: int, variants: dict[str, dict[str, Any]]) -> list[Figure]:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    figures: list[Figure] = []
-    for name, change in variants.items():
-        try:
-            recipe = replace(BEST, **change)
-            if "capture" in change or "kernels" in change:  # the same arithmetic: seconds alone
-                trainer = Trainer(recipe, data)
-                trainer.prepare()
-                trainer.run(0)
-                found = summary(name, [trainer.run(seed) for seed in range(1, min(seeds, 3) + 1)])
-                del trainer
-            else:
-                found, needed = seconds_to_target(name, recipe, data, seeds)
-                found.append(Figure(f"{name}: seconds to 94 %", needed, "s"))
-        except Exception:
-            traceback.print_exc()
-            continue
-        gc.collect()
-        torch.cuda.empty_cache()
-        figures += found
-        for figure in found:
-            print(f"  {figure.name:64} {figure.value:8.4g} +- {figure.spread}", flush=True)
-    return figures
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--parts", default="warm,cold,ablation")
-    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--parts", default="warm,cold")
+    parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--peer-runs", type=int, default=5)
-    parser.add_argument("--compiled", action="store_true", help="the ablation compiles too: minutes more")
+    parser.add_argument("--compiled", action="store_true", help="a peer that compiles, too: a minute more")
     parser.add_argument("--quick", action="store_true", help="few runs: a check that it runs, not a figure")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -280,11 +224,9 @@ def main() -> None:
     for part in args.parts.split(","):
         try:
             if part == "warm":
-                found = warm(args.data, data, runs, peers)
-            elif part == "cold":
-                found = cold(args.data, 1 if args.quick else 3)
+                found = warm(args.data, data, runs, peers, args.compiled)
             else:
-                found = ablation(data, 2 if args.quick else 5, variants_of(args.compiled))
+                found = cold(args.data, 1 if args.quick else 3)
         except Exception:
             traceback.print_exc()
             continue

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -260,9 +259,7 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
     figures += routes(list(dict.fromkeys(name for name in wanted if name not in variants)), data, seeds)
-    report("CIFAR-10, one thing changed at a time", figures, None)
-    if args.json:
-        args.json.write_text(json.dumps([vars(f) for f in figures], indent=1) + "\n")
+    report("CIFAR-10, one thing changed at a time", figures, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/recipes.md: python docs/pictures/draw_recipes.py [ablation.json]
 
-The second picture is drawn from what `benchmarks.cifar_to_accuracy --parts ablation --json ablation.json` wrote.
+The second picture is drawn from what `benchmarks.cifar_ablation --only schedules,sizes --json ablation.json` wrote.
 """
 
 import json

@@ -20,9 +20,16 @@ except ImportError:  # builds of torch for CPUs come without it
     triton = tl = None
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`; without Triton the function stays as it is, never to be launched."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any] | None = None, *, any_value: tuple[str, ...] = ()) -> Any:
+    """`triton.jit`; without Triton the function stays as it is, never to be launched.
+
+    Args:
+        any_value: names of integer arguments (seeds, counts) whose value no compiled program may depend on; Triton
+            compiles anew for others where they are 1 or a multiple of 16.
+    """
+    if function is None:
+        return lambda given: jit(given, any_value=any_value)
+    return function if triton is None else triton.jit(function, do_not_specialize=list(any_value) or None)
 
 
 def runs_on(device: torch.device) -> bool:

@@ -93,7 +93,7 @@ def _write_target(labels, targets, row, index, off, on, CLASSES: tl.constexpr, W
         tl.store(targets + row, label)
 
 
-@jit
+@jit(any_value=("seed",))
 def augment_kernel(
     images, indices, epoch, scale, shift, out, labels, targets, seed, off, on, brightness, contrast,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
@@ -117,7 +117,7 @@ def augment_kernel(
             _write_target(labels, targets, row, index, off, on, CLASSES, WIDTH)
 
 
-@jit
+@jit(any_value=("seed",))
 def filtered_kernel(
     images, indices, epoch, scale, shift, out, labels, targets, weight, seed, off, on, brightness, contrast,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotloop.cli.launch import split_arguments
 from hotloop.cli.publish import publish_text
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import HotloopError
 
 if TYPE_CHECKING:
@@ -42,14 +42,7 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hotloop doctor",
-        usage=_USAGE,
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("doctor", _SUMMARY, _EPILOG, usage=_USAGE)
     parser.add_argument(
         "-m", "--module", metavar="MODULE", help="run and watch a module, as `python -m` does"
     )

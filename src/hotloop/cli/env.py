@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 
 __all__ = ["VERB", "format_machine"]
 
@@ -17,13 +16,7 @@ _EPILOG = """examples:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hotloop env",
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("env", _SUMMARY, _EPILOG)
     parser.add_argument("--json", action="store_true", help="print it machine-readable")
     options = parser.parse_args(arguments)
     from hotloop.hardware.machine import describe_links, describe_machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import LaunchError
 
 __all__ = ["VERB", "split_arguments"]
@@ -26,14 +26,7 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hotloop launch",
-        usage=_USAGE,
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("launch", _SUMMARY, _EPILOG, usage=_USAGE)
     add = parser.add_argument
     add("-n", "--processes", "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", default=None,
         help="processes on this machine (default: one per accelerator, else 1)")  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hotloop.cli.launch import split_arguments
 from hotloop.cli.publish import publish_text
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import HotloopError
 
 __all__ = ["VERB"]
@@ -34,14 +34,7 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hotloop lr-find",
-        usage=_USAGE,
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("lr-find", _SUMMARY, _EPILOG, usage=_USAGE)
     add = parser.add_argument
     add("-m", "--module", metavar="MODULE", help="run a module instead of a script, as `python -m` does")
     add("--low", type=float, default=1e-7, metavar="RATE", help="first rate (default: 1e-7)")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import HotloopError
 
 __all__ = ["VERB"]
@@ -27,13 +27,7 @@ examples:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hotloop native",
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("native", _SUMMARY, _EPILOG)
     verbs = parser.add_subparsers(dest="what", required=True, metavar="build | verify | bench")
     build = verbs.add_parser(
         "build", help="compile MODEL.pt2 to a shared library, source and header", allow_abbrev=False

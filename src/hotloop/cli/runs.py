@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import HotloopError
 
 if TYPE_CHECKING:
@@ -31,13 +31,7 @@ def _run(arguments: list[str]) -> int:
         "--base", metavar="DIR", help="where the runs are (default: $HOTLOOP_RUNS, else ./runs)"
     )
     shared.add_argument("--json", action="store_true", help="print it machine-readable")
-    parser = argparse.ArgumentParser(
-        prog="hotloop runs",
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("runs", _SUMMARY, _EPILOG)
     nouns = parser.add_subparsers(dest="what", required=True, metavar="list | show RUN")
     nouns.add_parser("list", parents=[shared], help="one line for each run", allow_abbrev=False)
     show = nouns.add_parser("show", parents=[shared], help="everything about one run", allow_abbrev=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotloop.cli.launch import split_arguments
-from hotloop.cli.verb import Verb
+from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import HotloopError
 
 if TYPE_CHECKING:
@@ -41,14 +41,7 @@ _MISPLACED = ("--seeds", "--rungs", "--out", "--json")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hotloop tune",
-        usage=_USAGE,
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("tune", _SUMMARY, _EPILOG, usage=_USAGE)
     add = parser.add_argument
     add("-m", "--module", metavar="MODULE", help="tune a module, as `python -m` runs it")
     add(

@@ -34,6 +34,7 @@ _MOST_ITEMS = 64
 _LEARNS = operator.attrgetter("requires_grad")
 _ADDRESS = torch.Tensor.data_ptr
 _CELL = operator.attrgetter("cell_contents")
+_DEFAULTS = operator.attrgetter("__defaults__")
 _SKIPPED_PACKAGES = ("torch", "hotloop", "numpy")
 
 
@@ -119,7 +120,7 @@ class Fingerprint:
         registered, handle = registrations(), RemovableHandle
         registered_before, handles_before = registered.count, handle.next_id
         grad_enabled, grad_before = torch.is_grad_enabled, torch.is_grad_enabled()
-        autocast_before = _autocast()
+        any_autocast, autocast_before = torch._C._is_any_autocast_enabled, _autocast()
         places_unchanged = self._places.watch()
         parameters, learning, addresses = self.parameters, self._learning(), self._addresses()
         tables = itertools.cycle([(held, list(held.values())) for held in self._held] or [({}, [])])
@@ -129,7 +130,7 @@ class Fingerprint:
                 registered.count != registered_before
                 or handle.next_id != handles_before
                 or grad_enabled() is not grad_before
-                or _autocast() != autocast_before
+                or (any_autocast() or autocast_before) and _autocast() != autocast_before
                 or not places_unchanged()
             ):
                 return False
@@ -255,7 +256,7 @@ class Fingerprint:
                 self._places.add_key(name, scope)
         for i in range(len(function.__defaults__ or ())):
             self._add_value(f"default {i}", functools.partial(_default, function, i), names, depth)
-        self._places.add(operator.attrgetter("__defaults__"), function)
+        self._places.add(_DEFAULTS, function)
 
     def _add_value(self, name: str, getter: Callable[[], Any], names: set[str], depth: int) -> bool:
         """Watch what a name stands for, and what it leads to; False if nothing there can change."""

@@ -1,0 +1,169 @@
+"""The cold process of `benchmarks.cifar_cold`: one run, from nothing to the number of right answers.
+
+    python -m benchmarks.cifar_cold_child FOLDER KIND [--seed N] [--epochs 9.5x32 ...] [--detail]
+
+It prints one line of JSON: when each part was done (seconds since the epoch), and the accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.cifar_cold_kernels import Compilation, Kernels
+from benchmarks.cifar_cold_start import Beside, architecture, load_libraries, read_stored, start_context
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.cifar_net import Recipe
+
+__all__ = ["KINDS", "main", "recipe_of"]
+
+KINDS = ("eager", "graph", "triton", "cuda", "plain", "airbench")
+EPOCHS = ("9.5x32",)
+
+
+def recipe_of(epochs: tuple[str, ...]) -> Recipe:
+    """The recipe with these lengths, "epochs x pixels" each."""
+    from dataclasses import replace
+
+    from benchmarks.cifar_net import BEST
+
+    parts = [e.split("x") for e in epochs]
+    return replace(BEST, sizes=tuple((float(a), int(b)) for a, b in parts), first_share=1.0, beside=False)
+
+
+def ours(
+    folder: Path, kind: str, seed: int, epochs: tuple[str, ...], detail: bool, marks: dict[str, float]
+) -> float:
+    """Test accuracy of one run of kind "eager", "graph", "triton" or "cuda"."""
+    # torch makes a million objects which all stay
+    gc.disable()
+    starting = Beside(start_context)
+    opening = Beside(load_libraries)
+    reading = Beside(lambda: [read_stored(folder / f"{split}.pt") for split in ("train", "test")])
+    compiling = Beside(lambda: Kernels(Compilation(architecture()).modules())) if kind == "cuda" else None
+    import torch
+
+    marks["import torch"] = time.time()
+    from benchmarks.cifar_cold_layers import CudaLayers, TorchLayers, TritonLayers
+    from benchmarks.cifar_cold_run import ColdRun
+
+    marks["import the recipe"] = time.time()
+    starting.result()
+    kernels = compiling.result() if compiling is not None else None
+    opening.result()
+    device = torch.device("cuda")
+    data = [t for part in reading.result() for t in tensors(part, device)]
+    torch.cuda.synchronize()
+    for name, work in (
+        ("context", starting),
+        ("libraries", opening),
+        ("files", reading),
+        ("kernels", compiling),
+    ):
+        if work is not None and detail:
+            print(f"  {name} beside the import: {work.began:.3f} to {work.ended:.3f}", flush=True)
+    marks["start CUDA, copy"] = time.time()
+
+    def mark(name: str) -> None:
+        if detail:
+            torch.cuda.synchronize()
+            marks[name] = time.time()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        recipe = recipe_of(epochs)
+        layers: TorchLayers
+        if kernels is not None:
+            layers = CudaLayers(recipe, device, kernels)
+        else:
+            layers = (TritonLayers if kind == "triton" else TorchLayers)(recipe, device)
+        run = ColdRun(recipe, tuple(data), layers, graph=kind != "eager", mark=mark)
+        run.reset(seed)
+        marks["new weights, whitening, order"] = time.time()
+        run.train(lambda: marks.update({"first updates, recording": time.time()}))
+        torch.cuda.synchronize()
+        marks["updates"] = time.time()
+        right, _ = run.evaluate()
+        accuracy = int(right) / len(data[3])
+    marks["evaluation"] = time.time()
+    return accuracy
+
+
+def tensors(part: tuple[bytearray, bytearray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels of `read_stored` on the device."""
+    import torch
+
+    images = torch.frombuffer(part[0], dtype=torch.uint8).view(-1, 32, 32, 3)
+    return images.to(device), torch.frombuffer(part[1], dtype=torch.int64).to(device)
+
+
+def plain(folder: Path, seed: int, epochs: tuple[str, ...], marks: dict[str, float]) -> float:
+    """Test accuracy of the same recipe as one writes it in PyTorch, in the usual order."""
+    import torch
+
+    marks["import torch"] = time.time()
+    torch.zeros(1).cuda()
+    torch.cuda.synchronize()
+    marks["start CUDA"] = time.time()
+    from benchmarks.cifar_peers import PlainRun
+    from benchmarks.cifar_recipe import read_cifar
+
+    marks["import the recipe"] = time.time()
+    data = tuple(t.cuda() for t in read_cifar(folder))
+    marks["read, copy"] = time.time()
+    outcome = PlainRun(recipe_of(epochs), data).run(seed)
+    marks["training, evaluation"] = time.time()
+    return outcome.accuracy
+
+
+def airbench94(folder: Path, marks: dict[str, float]) -> float:
+    """Test accuracy of the package's 94 % network, its `train94` called at once."""
+    import contextlib
+    import io
+    import re
+    import tempfile
+
+    import airbench
+
+    marks["import airbench"] = time.time()
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        Path("cifar10").symlink_to(folder.resolve())
+        with contextlib.redirect_stdout(said):
+            airbench.train94()
+    marks["training, evaluation"] = time.time()
+    last = [line for line in said.getvalue().splitlines() if "eval" in line][-1]
+    numbers = [float(word) for word in last.split("|") if re.fullmatch(r"\s*\d+\.\d+\s*", word)]
+    return numbers[-2]
+
+
+def main() -> None:
+    marks: dict[str, float] = {"python": time.time()}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", nargs="+", default=EPOCHS)
+    parser.add_argument("--detail", action="store_true", help="wait for the device after each part")
+    args = parser.parse_args()
+    epochs = tuple(args.epochs)
+    if args.kind == "plain":
+        accuracy = plain(args.folder, args.seed, epochs, marks)
+    elif args.kind == "airbench":
+        accuracy = airbench94(args.folder, marks)
+    else:
+        accuracy = ours(args.folder, args.kind, args.seed, epochs, args.detail, marks)
+    told: dict[str, Any] = {"marks": marks, "accuracy": accuracy}
+    told["modules"], told["dynamo"] = len(sys.modules), "torch._dynamo" in sys.modules
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

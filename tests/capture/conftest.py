@@ -61,6 +61,7 @@ class RerunRecorder:
     """Attributes: bytes_each, what a recording holds; clock_ms, the device's clock; spent_ms, what a replay takes."""
 
     runs_while_recording = True
+    ports = False
 
     def __init__(self, state, window, updates):
         self.state, self.window, self.updates = state, window, updates
@@ -73,7 +74,7 @@ class RerunRecorder:
     def warm(self, work):
         return work()
 
-    def record(self, work, generators=()):
+    def record(self, work, generators=(), feeds=None):
         self.generators = list(generators)
         before = [(p, p.grad) for u in self.updates() for p in u.parameters()]
         result = work()

@@ -55,10 +55,10 @@ def test_memory_that_runs_out_while_recording(graph_loop, others, monkeypatch, c
             step(torch.ones(1))
     record, failures = recorder.record, [1]
 
-    def short(work, generators=()):
+    def short(work, generators=(), feeds=None):
         if failures.pop() if failures else 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-        return record(work, generators)
+        return record(work, generators, feeds)
 
     monkeypatch.setattr(recorder, "record", short)
     for _ in range(8):

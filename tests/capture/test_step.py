@@ -372,7 +372,7 @@ def test_a_failing_recording_falls_back_and_says_the_line(graph_loop, monkeypatc
     loop = graph_loop()
     step = loop.capture(lambda x: x + 1)
 
-    def record(work, generators=()):
+    def record(work, generators=(), feeds=None):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(step._recorder, "record", record)

@@ -522,3 +522,89 @@ def test_around_a_value_read_on_the_host_modules_are_launched_as_one(capsys):
     torch.testing.assert_close(trails[1][0], trails[0][0], rtol=0, atol=0)
     for a, b in zip(trails[0][1], trails[1][1], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_recordings_read_inputs_and_send_counters_by_themselves(monkeypatch):
+    from hotloop.capture.ports import ports_work
+
+    loop = hotloop.Loop(record=False)
+    assert ports_work(loop.device)
+    torch.manual_seed(0)
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = loop.prepare(model, optimizer)
+    whole = torch.randn(64, 3, 16, device=loop.device)
+
+    @loop.capture(mode="graph", outputs="static")
+    def step(x, scale):
+        loss = (model(x) * scale).square().mean()
+        loop.backward(loss)
+        loop.update(optimizer)
+        return loss
+
+    scale = torch.tensor(1.0, device=loop.device)
+    for i in range(4):
+        # one stretch of memory each, that begins somewhere in the middle of another
+        step(whole[i : i + 2], scale)
+    (entry,) = step._usual.values()
+    assert None not in entry.ports
+    assert len(entry.landings) == 1
+    copied = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: (copied.append(a), copy(*a, **k))[1])
+    step(whole[5:7], scale)
+    assert copied == []
+    for i in range(4):
+        # not one stretch: copied by torch, into a recording of its own
+        step(whole[i : i + 4 : 2], scale)
+    assert copied
+    loop.end_training()
+
+
+def test_inputs_are_read_before_their_memory_is_given_out_again():
+    """The host runs far ahead and drops each input at once, while the device has not begun with it."""
+    loop = hotloop.Loop(record=False)
+
+    @loop.capture(mode="graph")
+    def step(x, y):
+        torch.cuda._sleep(300_000)
+        return x.sum() + y.sum()
+
+    found = []
+    for i in range(200):
+        x, y = (
+            torch.full((1 << 16,), float(i % 16), device=loop.device),
+            torch.full((3,), 1.0, device=loop.device),
+        )
+        found.append(step(x, y))
+        del x, y
+        torch.full((1 << 16,), -1.0, device=loop.device)
+    assert step.replays == 197
+    assert torch.stack(found).tolist() == [float(i % 16) * (1 << 16) + 3 for i in range(200)]
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_the_bad_update_is_named_by_what_the_recording_sends(optimizers):
+    loop = hotloop.Loop(record=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    parts = [model.parameters()] if optimizers == 1 else [part.parameters() for part in model]
+    made = [torch.optim.AdamW(part, lr=0.1) for part in parts]
+    model, *made = loop.prepare(model, *made)
+
+    @loop.capture(mode="graph")
+    def step(x):
+        torch.cuda._sleep(100_000)
+        loss = model(x).square().mean()
+        loop.backward(loss)
+        for optimizer in made:
+            optimizer.step()
+        for optimizer in made:
+            optimizer.zero_grad()
+        return loss
+
+    with pytest.raises(hotloop.NonFiniteError) as caught:
+        for i in range(60):
+            step(torch.full((8, 4), float("nan") if i == 20 else 1.0, device=loop.device))
+    assert caught.value.step == 20 * optimizers
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from hotloop.capture.graphs import Recording
+from hotloop.capture.ports import Port
+from hotloop.state import Landing
 
 __all__ = ["Entry", "describe"]
 
@@ -31,6 +33,9 @@ class Entry:
         outputs: leaves of what the step returned; tensors among them are written by each replay.
         spec: the structure of `outputs`; `single`: it is one tensor.
         effects: what the host does after each replay.
+        ports: for each input, what says where the next replay reads it, None if it is copied beside the recording; an
+            empty list for a recording without ports.
+        landings: counters that the recording sends to the host.
         parameters: those that may have gradients.
         before: for each, the gradient that a replay adds to; None where it makes it anew.
         gradients: for each, the gradient after a replay; None if the step leaves and finds none at all.
@@ -56,11 +61,27 @@ class Entry:
         self.spec: Any = None
         self.single = False
         self.effects: list[Callable[[], None]] = []
+        self.ports: list[Port | None] = []
+        self.landings: list[Landing] = []
         self.parameters: list[torch.Tensor] = []
         self.before: list[torch.Tensor | None] = []
         self.gradients: list[torch.Tensor | None] | None = None
         self._together: list[int] | None = None
         self._apart: list[int] = []
+
+    def open_ports(self, feeds: Sequence[tuple[torch.Tensor, torch.Tensor]], landings: list[Landing]) -> None:
+        """The recording reads inputs and sends counters by itself: `feeds` are the copies (from, to) recorded first.
+
+        Raises:
+            PortError: one of the copies is not found in the recording.
+        """
+        recording = self.recording
+        assert recording is not None
+        ports = {id(place): recording.port(source, place, "src") for source, place in feeds}
+        for landing in landings:
+            landing.aim = recording.port(landing.counts, landing.spare, "dst")
+        self.ports = [ports.get(id(place)) for place in self.inputs]
+        self.landings = landings
 
     def expect(self, arguments: Sequence[torch.Tensor]) -> None:
         """From now on `takes` says whether arguments are like these."""
@@ -85,8 +106,19 @@ class Entry:
             return False
 
     def copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put `tensors` where the recording reads; those that lie there already stay."""
+        """Put `tensors` where the recording reads, or have it read them; those that lie there already stay.
+
+        Raises:
+            PortError: it cannot be had to read one of them.
+        """
         inputs = self.inputs
+        if self.ports:
+            for port, place, tensor in zip(self.ports, inputs, tensors, strict=True):
+                if port is not None:
+                    port(tensor.data_ptr())
+                elif tensor is not place:
+                    place.copy_(tensor, non_blocking=True)
+            return
         if all(map(operator.is_, tensors, inputs)):
             return
         if self._together is None:

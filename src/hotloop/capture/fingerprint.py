@@ -130,7 +130,7 @@ class Fingerprint:
                 registered.count != registered_before
                 or handle.next_id != handles_before
                 or grad_enabled() is not grad_before
-                or (any_autocast() or autocast_before) and _autocast() != autocast_before
+                or ((any_autocast() or autocast_before) and _autocast() != autocast_before)
                 or not places_unchanged()
             ):
                 return False

@@ -9,10 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
+from hotloop.capture.ports import Port, PortError, Ports, ports_work
 from hotloop.hardware.gate import RECORDING_GATE
 from hotloop.hardware.recording import mend_failed_recording
 
-__all__ = ["CudaRecorder", "Recorder", "Recording"]
+__all__ = ["CudaRecorder", "CudaRecording", "Recorder", "Recording"]
+
+Feed = tuple[torch.Tensor, torch.Tensor]
 
 
 class Recording(Protocol):
@@ -21,25 +24,43 @@ class Recording(Protocol):
     def replay(self) -> None:
         """Launch it on the current stream."""
 
+    def port(self, source: torch.Tensor, target: torch.Tensor, end: str) -> Port:
+        """What sets one end, "src" or "dst", of the one recorded copy from `source` to `target`.
+
+        Raises:
+            PortError: there is no such copy, or the device does not offer it.
+        """
+
 
 class Recorder(Protocol):
     """What records device work.
 
     Attributes:
         runs_while_recording: recording also does the work once, so that the first replay is already done.
+        ports: the ends of recorded copies can be set anew for each launch.
     """
 
     runs_while_recording: bool
+
+    @property
+    def ports(self) -> bool:
+        """See above."""
 
     def warm(self, work: Callable[[], Any]) -> Any:
         """Do `work` once, where it would be recorded."""
 
     def record(
-        self, work: Callable[[], Any], generators: Sequence[torch.Generator] = ()
+        self,
+        work: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        feeds: Sequence[Feed] | None = None,
     ) -> tuple[Recording, Any]:
         """Record `work`; returns the recording and what `work` returned.
 
-        `generators` are those beside the device's default one that `work` may draw from: replays go on drawing.
+        Args:
+            work: what is recorded.
+            generators: those beside the device's default one that it may draw from: replays go on drawing.
+            feeds: with ports, copies (from, to) that are recorded before `work`; None for a recording without ports.
         """
 
     def pool_bytes(self) -> int:
@@ -53,6 +74,26 @@ class Recorder(Protocol):
 
     def elapsed_ms(self, start: Any, end: Any) -> float | None:
         """Milliseconds of device time between two points; None while the second is not reached."""
+
+
+class CudaRecording:
+    """A CUDA graph.
+
+    Attributes:
+        graph: torch's.
+        replay: launches it on the current stream.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, ports: Ports | None) -> None:
+        self.graph = graph
+        self.replay = graph.replay
+        self._ports = ports
+
+    def port(self, source: torch.Tensor, target: torch.Tensor, end: str) -> Port:
+        """See `Recording.port`."""
+        if self._ports is None:
+            raise PortError("recorded without ports")
+        return self._ports.of(source, target, end)
 
 
 class CudaRecorder:
@@ -78,9 +119,17 @@ class CudaRecorder:
         outer.wait_stream(self.stream)
         return result
 
+    @property
+    def ports(self) -> bool:
+        """Whether the ends of recorded copies can be set; found out when it is first asked."""
+        return ports_work(self._device)
+
     def record(
-        self, work: Callable[[], Any], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[torch.cuda.CUDAGraph, Any]:
+        self,
+        work: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        feeds: Sequence[Feed] | None = None,
+    ) -> tuple[CudaRecording, Any]:
         """See `Recorder.record`.
 
         Raises:
@@ -88,7 +137,7 @@ class CudaRecorder:
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if feeds is not None else torch.cuda.CUDAGraph()
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
@@ -105,12 +154,16 @@ class CudaRecorder:
             with RECORDING_GATE.closed(), torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
+                    for source, place in feeds or ():
+                        place.copy_(source, non_blocking=True)
                     result = work()
                 except BaseException:
                     with suppress(RuntimeError):
                         graph.capture_end()
                     raise
                 graph.capture_end()
+                if feeds is not None:
+                    graph.instantiate()
         except BaseException:
             mend_failed_recording(self.stream)
             # what the allocator makes of the pool now is not known: later recordings begin another
@@ -120,7 +173,7 @@ class CudaRecorder:
             _drop_workspaces()
             if was_enabled:
                 gc.enable()
-        return graph, result
+        return CudaRecording(graph, Ports(graph) if feeds is not None else None), result
 
     def pool_bytes(self) -> int:
         """See `Recorder.pool_bytes`; walks the allocator's segments, so it is for after a recording."""
@@ -136,8 +189,8 @@ class CudaRecorder:
         """See `Recorder.drop_pool`; waits for the device, which may be running one of them."""
         torch.cuda.synchronize(self._device)
         for recording in recordings:
-            assert isinstance(recording, torch.cuda.CUDAGraph)
-            recording.reset()
+            assert isinstance(recording, CudaRecording)
+            recording.graph.reset()
         self._pool = None
         gc.collect()
         torch.cuda.empty_cache()

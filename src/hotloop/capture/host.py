@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from hotloop.capture.graphs import Recorder
+from hotloop.state import Landing, Tape
 
 __all__ = ["StepHost"]
 
@@ -52,8 +52,14 @@ class StepHost(Protocol):
     def hold_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Let gradients that wait in `parameters` lie where all recordings look for them; returns them."""
 
-    def recording(self) -> AbstractContextManager[list[Callable[[], None]]]:
-        """While it is open, host effects of the step go to the list given instead of being done."""
+    def recording(self, *, ports: bool = False) -> AbstractContextManager[Tape]:
+        """While it is open, host effects of the step go to the tape given instead of being done.
+
+        With `ports` the recording itself may send counters to the host: the tape's landings.
+        """
+
+    def aim(self, landings: list[Landing]) -> None:
+        """Before a replay: say where the counters that it sends to the host land."""
 
     def remaining(self) -> int | None:
         """How many updates are still to come, as far as that is known."""

@@ -20,6 +20,7 @@ from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
 from hotloop.capture.host import StepHost
 from hotloop.capture.parts import Parts
+from hotloop.capture.ports import PortError, can_be_port
 from hotloop.capture.reasons import cause_of, first_line, host_names, is_library
 from hotloop.capture.recordings import Recordings
 from hotloop.errors import CaptureError
@@ -83,6 +84,7 @@ class CapturedStep:
         self._parts: Parts | None = None
         self._recorder = host.recorder() if mode in ("auto", "graph", "full") else None
         self._recordings: Recordings | None = None
+        self._ports = self._recorder is not None and self._padding is None
         if self._recorder is not None:
             self._recordings = Recordings(self.name, self._recorder, pool_bytes, host.say)
             if mode == "auto":
@@ -213,14 +215,29 @@ class CapturedStep:
     ) -> Any:
         if self._check_every is not None and (self.replays + 1) % self._check_every == 0:
             return self._replay_checked(entry, tensors, args, kwargs, length)
-        self._launch(entry, tensors, length)
+        try:
+            self._launch(entry, tensors, length)
+        except PortError as error:
+            # nothing was launched
+            self._leave_ports(error)
+            return self(*args, **kwargs)
         return self._after(entry)
+
+    def _leave_ports(self, error: PortError) -> None:
+        """From now on inputs and counters are copied beside the recordings, which are made anew."""
+        self._ports = False
+        self._usual.clear()
+        assert self._recordings is not None
+        self._recordings.forget([e for e in self._recordings if e.recording is not None])
+        self._host.say(f"{self.name}: recordings copy nothing in and out by themselves: {error}")
 
     def _launch(self, entry: Entry, tensors: Any, length: int | None) -> None:
         if length is None or self._padding is None:
             entry.copy_in(tensors)
         else:
             self._padding.fill(entry.inputs, tensors, length)
+        if entry.landings:
+            self._host.aim(entry.landings)
         assert entry.recording is not None
         choice = self._choice
         if choice is None or choice.settled or choice.compiled != entry.compiled:
@@ -263,17 +280,21 @@ class CapturedStep:
             result = recorder.warm(lambda: self.function(*args, **kwargs))
         plain = outcome_of(kept, result)
         kept.put_back()
-        self._launch(entry, tensors, length)
-        entry.place_gradients()
-        replayed = outcome_of(kept, tree_unflatten(entry.outputs, entry.spec))
-        self.checks += 1
-        odd = differing(kept, plain, replayed)
-        if odd is None:
-            return self._after(entry)
+        try:
+            self._launch(entry, tensors, length)
+        except PortError as error:
+            self._leave_ports(error)
+        else:
+            entry.place_gradients()
+            replayed = outcome_of(kept, tree_unflatten(entry.outputs, entry.spec))
+            self.checks += 1
+            odd = differing(kept, plain, replayed)
+            if odd is None:
+                return self._after(entry)
+            self._give_up(
+                f"replay {self.replays} beside the plain step: {odd}; the plain step counts", distrust=True
+            )
         plain.put(kept)
-        self._give_up(
-            f"replay {self.replays} beside the plain step: {odd}; the plain step counts", distrust=True
-        )
         for effect in effects:
             effect()
         return result
@@ -296,7 +317,11 @@ class CapturedStep:
             result = self._after(entry)
         else:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self._launch(entry, tensors, None)
+            try:
+                self._launch(entry, tensors, None)
+            except PortError as error:
+                self._leave_ports(error)
+                return self._run_eagerly(args, kwargs)
             result = self._after(entry)
         assert self._recordings is not None
         if self._recordings.keep_within(entry):
@@ -344,8 +369,9 @@ class CapturedStep:
     def _record(self, recorder: Recorder, entry: Entry, leaves: list[Any], spec: Any) -> bool:
         """Record the step for this shape; False if it cannot be, and then it runs eagerly."""
         fingerprint = self._frozen.fingerprint
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # clones keep strides; the recording reads from them for ever
-        entry.inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        entry.inputs = [tensor.clone() for tensor in tensors]
         statics = iter(entry.inputs)
         args, kwargs = self._arguments(
             [next(statics) if isinstance(x, torch.Tensor) else x for x in leaves], spec
@@ -358,12 +384,24 @@ class CapturedStep:
             _settle_gradients(parameters, before)
             return result
 
+        ports = self._ports and recorder.ports
+        feeds = (
+            [pair for pair in zip(tensors, entry.inputs, strict=True) if can_be_port(*pair)]
+            if ports
+            else None
+        )
         try:
-            with self._forwards(), self._host.recording() as effects:
-                entry.recording, result = recorder.record(work, fingerprint.generators)
+            with self._forwards(), self._host.recording(ports=ports) as effects:
+                entry.recording, result = recorder.record(work, fingerprint.generators, feeds)
+            if feeds is not None:
+                entry.open_ports(feeds, effects.landings)
         except (RuntimeError, AssertionError) as error:
             for p, gradient in zip(parameters, before, strict=True):
                 p.grad = gradient
+            if isinstance(error, PortError):
+                entry.forget()
+                self._leave_ports(error)
+                return self._record(recorder, entry, leaves, spec)
             if isinstance(error, torch.OutOfMemoryError):
                 self._usual.clear()
                 assert self._recordings is not None

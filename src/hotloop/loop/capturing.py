@@ -18,7 +18,7 @@ from hotloop.loop.updates import ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim import masters_of
 from hotloop.settings import SETTINGS, Settings
-from hotloop.state import HostState, Pace, ResidentState
+from hotloop.state import HostState, Landing, Pace, ResidentState, Tape
 
 if TYPE_CHECKING:
     from hotloop.capture import Buckets, Recorder
@@ -245,12 +245,21 @@ class LoopHost:
             found.append(torch.cuda.default_generators[index])
         return found
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Callable[[], None]]]:
-        """Host effects of a step go to the list instead of being done; the log's thread keeps off the device."""
+    def aim(self, landings: list[Landing]) -> None:
+        """Before a replay: say where the counters that it sends to the host land."""
         state = self._state
         assert isinstance(state, ResidentState)
-        tape: list[Callable[[], None]] = []
+        state.aim(landings)
+
+    @contextmanager
+    def recording(self, *, ports: bool = False) -> Iterator[Tape]:
+        """Host effects of a step go to the tape instead of being done; the log's thread keeps off the device.
+
+        With `ports` the recording itself may send counters to the host.
+        """
+        state = self._state
+        assert isinstance(state, ResidentState)
+        tape = Tape(lands=ports)
         resident = [u for u in self._preparer.updates if isinstance(u, ResidentUpdates)]
         before = [u.host_marks() for u in resident]
         window_before = self._window.marks()

@@ -402,12 +402,13 @@ class ResidentUpdates(Updates):
         for keeper in self.keepers:
             keeper.restore(self.verdict.refuse)
         counted = state.count(self.verdict, window.flags_on_device)
+        landing = state.land(counted)
         self.issued += 1
         self._clear()
 
         def finish() -> None:
             self._finish()
-            state.keep_pace(counted, self.verdict)
+            state.keep_pace(counted, self.verdict, landing)
             self._after(self)
             if LISTENERS:
                 mark_step(self.optimizer)

@@ -4,5 +4,16 @@ from hotloop.state.host import HostState
 from hotloop.state.resident import Pace, ResidentState, Seen, Verdict
 from hotloop.state.scale import LossScale
 from hotloop.state.tables import ScheduleTable
+from hotloop.state.tape import Landing, Tape
 
-__all__ = ["HostState", "LossScale", "Pace", "ResidentState", "ScheduleTable", "Seen", "Verdict"]
+__all__ = [
+    "HostState",
+    "Landing",
+    "LossScale",
+    "Pace",
+    "ResidentState",
+    "ScheduleTable",
+    "Seen",
+    "Tape",
+    "Verdict",
+]

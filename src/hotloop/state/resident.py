@@ -14,8 +14,12 @@ from typing import Any
 import torch
 
 from hotloop.state.scale import LossScale
+from hotloop.state.tape import Landing, Tape
 
 __all__ = ["Pace", "ResidentState", "Seen", "Verdict"]
+
+# Updates of one recorded step whose counters its recording sends to the host itself; of more, each is sent beside it.
+_SPARE = 8
 
 
 class Verdict:
@@ -59,7 +63,7 @@ class ResidentState:
         self.watching = nonfinite != "ignore"
         self.scale = scale
         self.probe: torch.Tensor | None = None
-        self.tape: list[Callable[[], None]] | None = None
+        self.tape: Tape | None = None
         self._losses: list[torch.Tensor] = []
         self._shared = Verdict(device)
         self._one = torch.ones((), device=device)
@@ -163,9 +167,32 @@ class ResidentState:
             self._wishes.add_(wishes)
         return self._counts if self.watching or self.scale is not None or wishes is not None else None
 
-    def keep_pace(self, counted: torch.Tensor | None, verdict: Verdict) -> None:
+    def land(self, counted: torch.Tensor | None) -> Landing | None:
+        """While a step is recorded that may say so: have the recording send what `count` returned to the host."""
+        tape = self.tape
+        if tape is None or not tape.lands:
+            return None
+        landing = None
+        spare = self._pace.spare(len(tape.landings))
+        if counted is not None and spare is not None:
+            landing = Landing(counted, spare if counted.dim() else spare[0], tape.updates)
+            landing.spare.copy_(counted, non_blocking=True)
+            tape.landings.append(landing)
+        tape.updates += 1
+        return landing
+
+    def aim(self, landings: list[Landing]) -> None:
+        """Before a replay: its counters land in the rows of the updates that it makes."""
+        address = self._pace.address
+        for landing in landings:
+            assert landing.aim is not None
+            landing.aim(address(landing.ahead))
+
+    def keep_pace(
+        self, counted: torch.Tensor | None, verdict: Verdict, landing: Landing | None = None
+    ) -> None:
         """Send what `count` returned to the host, and wait if the host is too far ahead."""
-        self._pace.mark(counted, verdict)
+        self._pace.mark(counted if landing is None or landing.aim is None else None, verdict)
 
     def after_step(self, effect: Callable[[], None]) -> None:
         """Do what the host has to do for a step: now, or after each replay if the step is being captured."""
@@ -241,8 +268,11 @@ class Pace:
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:
-        self._rows = torch.zeros(depth, 4, pin_memory=device.type == "cuda")
+        # a recording writes the rows of all its updates before the host waits for any of them
+        self._rows = torch.zeros(depth + _SPARE, 4, pin_memory=device.type == "cuda")
+        self._spare = torch.zeros(_SPARE, 4, pin_memory=device.type == "cuda")
         self._whole = list(self._rows)
+        self._addresses = [row.data_ptr() for row in self._rows]
         self._first = [row[0] for row in self._rows]
         self._values = self._rows.numpy()
         self._events: list[Any] = [
@@ -256,19 +286,29 @@ class Pace:
     def mark(self, counts: torch.Tensor | None, owner: Verdict | None = None) -> None:
         """Queue a copy of `counts` (float32 [4] or 0-d) behind this update's work; wait for `depth` updates ago.
 
-        `owner` is told of the refusals that the copy shows to be new.
+        Without `counts`, the copy is queued already, or there is none. `owner` is told of the refusals that the copy
+        shows to be new.
         """
         depth = len(self._events)
         slot = self._marks % depth
         if self._marks - self.known[0] >= depth:
             self._hear(self._marks - depth)
         if counts is not None:
-            (self._whole if counts.dim() else self._first)[slot].copy_(counts, non_blocking=True)
+            row = self._marks % len(self._addresses)
+            (self._whole if counts.dim() else self._first)[row].copy_(counts, non_blocking=True)
         self._owners[slot] = owner
         event = self._events[slot]
         if event is not None:
             event.record()
         self._marks += 1
+
+    def spare(self, number: int) -> torch.Tensor | None:
+        """A row that nobody reads, for recording a copy to; None where there is no further one."""
+        return self._spare[number] if number < _SPARE else None
+
+    def address(self, ahead: int) -> int:
+        """Where the row of the update lies that comes after `ahead` others."""
+        return self._addresses[(self._marks + ahead) % len(self._addresses)]
 
     def drain(self) -> Iterator[tuple[int, list[float]]]:
         """Wait for every update marked, in order; yields what `known` then is."""
@@ -288,7 +328,7 @@ class Pace:
         event = self._events[slot]
         if event is not None and not event.query():
             event.synchronize()
-        row: list[float] = self._values[slot].tolist()
+        row: list[float] = self._values[mark % len(self._addresses)].tolist()
         owner = self._owners[slot]
         if owner is not None and row[0] > self.known[1][0]:
             owner.heard += int(row[0] - self.known[1][0])

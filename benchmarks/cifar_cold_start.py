@@ -7,6 +7,7 @@ calls or in C, where Python's lock is free.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 import sys
 import threading
@@ -95,7 +96,7 @@ def load_libraries() -> None:
                 continue  # torch opens it when it needs it
 
 
-def read_stored(file: Path) -> tuple[bytearray, bytearray]:
+def read_stored(file: Path) -> tuple[mmap.mmap, mmap.mmap]:
     """Bytes of the uint8 images [N, 32, 32, 3] and int64 labels [N] in a file that `torch.save` wrote.
 
     Such a file is a zip archive which holds each tensor's memory as it is, uncompressed; both are contiguous.
@@ -120,7 +121,8 @@ def read_stored(file: Path) -> tuple[bytearray, bytearray]:
             stream.seek(entry.header_offset + 26)
             name, extra = struct.unpack("<HH", stream.read(4))
             stream.seek(entry.header_offset + 30 + name + extra)
-            part = bytearray(entry.file_size)
+            # a bytearray would be cleared first, with Python's lock held
+            part = mmap.mmap(-1, entry.file_size)
             view, at = memoryview(part), 0
             while at < len(part):
                 got = stream.readinto(view[at:])

@@ -15,30 +15,24 @@ new weights, loading, casting and normalising of the data, and is synchronised a
 network with Muon.) Plain PyTorch, the same network, sizes and recipe in an eager loop, is on our clock; `--compiled`
 adds it with network and orthogonalisation under `torch.compile`, its compilation left out.
 
-Cold: wall time from the start of a new process to the same number, files in the page cache, nothing compiled before
-(an empty Triton cache; no Inductor). Import, CUDA start, reading, preparing and training apart, beside the floor of
-`import torch; torch.zeros(1).cuda()`.
+Cold: wall time from just before a new process is spawned to the same number, part by part, with another route through
+the same recipe, 9.5 epochs at 32 pixels: `benchmarks.cifar_cold`, whose docstring has the bounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.cifar_recipe import BEST, COLD, Outcome, Trainer, read_cifar
+from benchmarks.cifar_cold import cold
+from benchmarks.cifar_recipe import BEST, Outcome, Trainer, read_cifar
 from benchmarks.harness import Figure, report
 
 
@@ -114,90 +108,6 @@ def warm(
     return figures
 
 
-CHILDREN = {"eager": COLD, "graph": replace(COLD, capture="graph"), "kernels": BEST}
-
-
-def child(folder: Path, kind: str) -> None:
-    """What a cold process does; prints when it had done what, in seconds since the parent started it."""
-    marks = {"import torch": time.time()}
-    torch.zeros(1).cuda()
-    torch.cuda.synchronize()
-    marks["CUDA start"] = time.time()
-    data = tuple(t.cuda() for t in read_cifar(folder))
-    torch.cuda.synchronize()
-    marks["reading"] = time.time()
-    if kind == "plain":
-        from benchmarks.cifar_peers import PlainRun
-
-        run: Callable[[int], Outcome] = PlainRun(
-            replace(COLD, sizes=((sum(e for e, _ in COLD.sizes), 32),)), data
-        ).run
-    else:
-        trainer = Trainer(CHILDREN[kind], data)
-        trainer.prepare()
-        run = trainer.run
-    torch.cuda.synchronize()
-    marks["preparing"] = time.time()
-    outcome = run(1)
-    marks["training"] = time.time()
-    print(json.dumps({"marks": marks, "accuracy": outcome.accuracy}))
-
-
-def cold(folder: Path, repeats: int) -> list[Figure]:
-    figures: list[Figure] = []
-    floor = "import torch; torch.zeros(1).cuda(); torch.cuda.synchronize()"
-    times = []
-    for _ in range(repeats + 1):
-        began = time.time()
-        subprocess.run([sys.executable, "-c", floor], check=True)
-        times.append(time.time() - began)
-    figures.append(Figure("floor: import torch, start CUDA", statistics.median(times[1:]), "s"))
-    kinds = {
-        "hotloop, torch's kernels": "eager",
-        "hotloop, torch's kernels, a graph": "graph",
-        "hotloop, Triton's kernels, a graph": "kernels",
-        "plain PyTorch": "plain",
-    }
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
-    for turn in range(repeats):
-        for name, kind in kinds.items():
-            if kind != "eager" and turn:
-                continue
-            with tempfile.TemporaryDirectory() as cache:
-                env = {
-                    **os.environ,
-                    "TRITON_CACHE_DIR": cache,
-                    "TORCHINDUCTOR_CACHE_DIR": cache,
-                    "CUDA_CACHE_PATH": cache,
-                }
-                began = time.time()
-                command = [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.cifar_to_accuracy",
-                    "--data",
-                    str(folder),
-                    "--child",
-                    kind,
-                ]
-                done = subprocess.run(command, env=env, capture_output=True, text=True)
-            try:
-                told = json.loads(done.stdout.splitlines()[-1])
-            except (IndexError, ValueError):
-                print(done.stderr[-2000:])
-                continue
-            row, before = {"accuracy": 100 * told["accuracy"]}, began
-            for what, when in told["marks"].items():
-                row[what], before = when - before, when
-            row["in all"] = before - began
-            rows[name].append(row)
-    for name, found in rows.items():
-        for what in found[0] if found else ():
-            unit = "%" if what == "accuracy" else "s"
-            figures.append(Figure(f"{name}, cold: {what}", statistics.median(r[what] for r in found), unit))
-    return figures
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,12 +119,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="a peer that compiles, too: a minute more")
     parser.add_argument("--quick", action="store_true", help="few runs: a check that it runs, not a figure")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        torch.backends.cudnn.benchmark = args.child == "kernels"
-        child(args.data, args.child)
-        return
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.cifar_to_accuracy needs a CUDA device")
     torch.backends.cudnn.benchmark = True
@@ -226,7 +131,12 @@ def main() -> None:
             if part == "warm":
                 found = warm(args.data, data, runs, peers, args.compiled)
             else:
-                found = cold(args.data, 1 if args.quick else 3)
+                kinds = ["floor", "graph", "cuda", "plain", "airbench"]
+                found = [
+                    f
+                    for kept in ("as-is", "kept")
+                    for f in cold(args.data, kinds, 1 if args.quick else 3, kept)
+                ]
         except Exception:
             traceback.print_exc()
             continue

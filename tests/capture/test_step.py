@@ -432,3 +432,25 @@ def test_a_state_loaded_after_captures_brings_its_rate_to_the_recording(graph_lo
             train_again(torch.full((2, 3), 1.0 + k))
     assert torch.equal(model.weight, model_again.weight)
     assert train.captures <= captures + 1
+
+
+def test_a_tensor_may_be_given_twice_and_is_told_from_two(graph_loop, monkeypatch):
+    loop = graph_loop()
+    step = loop.capture(lambda x, y, z: x + 10 * y + 100 * z, mode="graph")
+    a, b = torch.tensor([1.0]), torch.tensor([2.0])
+    for _ in range(5):
+        assert step(a, b, a).item() == 121.0
+    general = []
+    call = step._call_generally
+    monkeypatch.setattr(step, "_call_generally", lambda *args: (general.append(1), call(*args))[1])
+    for x, y in ((a, b), (b, a), (torch.tensor([3.0]), b)):
+        assert step(x, y, x).item() == 101 * x.item() + 10 * y.item()
+    assert general == []
+    # other tensors in those places, too many of them, or of another kind
+    assert step(a, b, b).item() == 221.0
+    assert step(a, a, a).item() == 111.0
+    assert len(general) == 2
+    assert step(a.double(), b, a).item() == 121.0
+    with pytest.raises(TypeError):
+        step(a, b)
+    assert step.captures == 1

@@ -51,6 +51,9 @@ class Entry:
         self.refused: str | None = None
         self.held: list[Any] = []
         self._guard: Any = None
+        # arguments that are the same tensor as an earlier one, with its number; and the numbers of all others
+        self._again: list[tuple[int, int]] = []
+        self._kept: list[int] = []
         self.forget()
 
     def forget(self) -> None:
@@ -87,11 +90,17 @@ class Entry:
         """From now on `takes` says whether arguments are like these."""
         if self._guard is not None:
             return
+        # torch's check takes no tensor twice, as in `train(x, x)`
+        first = {id(argument): i for i, argument in reversed(list(enumerate(arguments)))}
+        again = [(i, first[id(argument)]) for i, argument in enumerate(arguments) if first[id(argument)] != i]
+        kept = [i for i, argument in enumerate(arguments) if first[id(argument)] == i]
         try:
             from torch._C._dynamo.guards import TensorGuards
 
-            guard = TensorGuards(*arguments, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            self._guard = guard if guard.check(*arguments) else None
+            once = [arguments[i] for i in kept]
+            guard = TensorGuards(*once, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guard = guard if guard.check(*once) else None
+            self._again, self._kept = again, kept
         except (ImportError, TypeError, RuntimeError):
             # torch's own check in C is private to it: without it every call goes the general way
             self._guard = None
@@ -100,6 +109,12 @@ class Entry:
         """Whether `arguments` are tensors like those expected: shape, stride, dtype, device, in one call."""
         if self._guard is None:
             return False
+        if self._again:
+            if len(arguments) != len(self._kept) + len(self._again):
+                return False
+            if not all(arguments[i] is arguments[j] for i, j in self._again):
+                return False
+            arguments = tuple(arguments[i] for i in self._kept)
         try:
             return bool(self._guard.check(*arguments))
         except TypeError:

@@ -111,8 +111,8 @@ class ColdRun:
             )
         return F.linear(F.max_pool2d(x, x.shape[-1]).flatten(1), self.net.head) / self.net.head.shape[1]
 
-    def step(self, size: int) -> None:
-        """One update."""
+    def step(self, size: int, mark: Mark = lambda name: None) -> None:
+        """One update; `mark` as the run's, and not while it is recorded."""
         at = self.places + self.counter * self.recipe.batch
         index = self.order.index_select(0, at)
         moves, tone = self.moves.index_select(0, at), self.tone.index_select(0, at)
@@ -121,12 +121,15 @@ class ColdRun:
         with torch.no_grad():
             x = self.layers.first(self.sized[size], index, moves, tone, self.net.whiten)
             y = self.targets.index_select(0, self.train_labels.index_select(0, index))
+        mark(f"first batch at {size} pixels")
         logits = self.logits(x, True)
         said = logits.float()
         # the gradient of the summed cross-entropy; handed over as one, it would have autograd import sympy
         slope = said.detach().softmax(1) - y
+        mark(f"first forward at {size} pixels")
         learnt = [*self.filters, *self.biases, self.net.head]
         gradients = torch.autograd.grad((said * slope).sum(), learnt)
+        mark(f"first backward at {size} pixels")
         with torch.no_grad():
             self.update(list(gradients), rates)
 
@@ -166,7 +169,7 @@ class ColdRun:
     def train(self, prepared: Callable[[], None]) -> None:
         """All updates; `prepared` is called when the last recording is made."""
         for size, steps in self.phases:
-            self.step(size)
+            self.step(size, self.mark)
             self.mark(f"first update at {size} pixels")
             if not self.graph:
                 for _ in range(steps - 1):

@@ -155,16 +155,17 @@ class ColdRun:
                 updates[i] = part.view(m.shape).permute(0, 3, 1, 2)
         torch._foreach_add_(self.filters, [u.to(p.dtype) for u, p in zip(updates, self.filters, strict=True)])
         decay = r.decay * r.batch
-        for weights, g, m, peak, rate in (
+        head: list[torch.Tensor] = [self.net.head]
+        for weights, own, momenta, peak, rate in (
             (self.biases, gradients[k:-1], self.momenta[k:-1], r.bias_rate, -rates[1]),
-            ([self.net.head], gradients[-1:], self.momenta[-1:], r.head_rate, -rates[2]),
+            (head, gradients[-1:], self.momenta[-1:], r.head_rate, -rates[2]),
         ):
-            g = torch._foreach_add(g, weights, alpha=decay / peak)
-            torch._foreach_mul_(m, r.momentum)
-            torch._foreach_add_(m, g)
-            g = torch._foreach_add(g, m, alpha=r.momentum)
-            torch._foreach_mul_(g, rate.to(g[0].dtype))
-            torch._foreach_add_(weights, g)
+            decayed = list(torch._foreach_add(own, weights, alpha=decay / peak))
+            torch._foreach_mul_(momenta, r.momentum)
+            torch._foreach_add_(momenta, decayed)
+            change = list(torch._foreach_add(decayed, momenta, alpha=r.momentum))
+            torch._foreach_mul_(change, rate.to(change[0].dtype))
+            torch._foreach_add_(weights, change)
 
     def train(self, prepared: Callable[[], None]) -> None:
         """All updates; `prepared` is called when the last recording is made."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks import cifar_cold_layers
 from benchmarks.cifar_cold_child import recipe_of
+from benchmarks.cifar_cold_kernels import Kernels
 from benchmarks.cifar_cold_layers import CudaLayers, TorchLayers
 from benchmarks.cifar_cold_run import ColdRun
 from benchmarks.cifar_cold_start import read_stored
@@ -81,7 +82,7 @@ extern "C" int launch(const char* name, unsigned x, unsigned y, unsigned n, void
 """
 
 
-class OnHost:
+class OnHost(Kernels):
     """`Kernels` for tensors of the CPU."""
 
     def __init__(self, library: Path) -> None:

@@ -119,9 +119,7 @@ def images_like(n: int, channels: int, height: int, width: int) -> torch.Tensor:
     return x.half().to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(
-    ("pool", "channels", "height", "width"), [(1, 64, 7, 5), (1, 256, 4, 7), (0, 64, 3, 5), (0, 256, 2, 3)]
-)
+@pytest.mark.parametrize(("pool", "channels", "height", "width"), [(1, 64, 7, 5), (0, 256, 2, 3)])
 def test_the_kernels_are_the_eager_norm(
     layers: CudaLayers, pool: int, channels: int, height: int, width: int
 ) -> None:

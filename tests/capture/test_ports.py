@@ -91,7 +91,7 @@ def ported_loop(graph_loop, monkeypatch):
         return self._recorder
 
     monkeypatch.setattr(capturing.LoopHost, "recorder", recorder)
-    monkeypatch.setattr("hotloop.capture.step.can_be_port", lambda outside, inside: outside.numel() > 0)
+    monkeypatch.setattr("hotloop.capture.entry.can_be_port", lambda outside, inside: outside.numel() > 0)
     return graph_loop
 
 
@@ -240,7 +240,7 @@ def test_a_copy_that_is_not_found_has_the_step_recorded_without_ports(ported_loo
 
 
 def test_what_is_no_stretch_of_device_memory_is_copied_beside(ported_loop, monkeypatch):
-    monkeypatch.setattr("hotloop.capture.step.can_be_port", lambda outside, inside: outside.dim() == 2)
+    monkeypatch.setattr("hotloop.capture.entry.can_be_port", lambda outside, inside: outside.dim() == 2)
     loop = ported_loop()
     step = loop.capture(lambda x, scale: (x * scale).sum(), mode="graph")
     for number in range(6):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from hotloop.capture.graphs import Recording
-from hotloop.capture.ports import Port
+from hotloop.capture.ports import Port, can_be_port
 from hotloop.state import Landing
 
 __all__ = ["Entry", "describe"]
@@ -71,6 +72,39 @@ class Entry:
         self.gradients: list[torch.Tensor | None] | None = None
         self._together: list[int] | None = None
         self._apart: list[int] = []
+
+    def take_inputs(self, leaves: list[Any]) -> list[Any]:
+        """`leaves` with tensors of the recording's own in place of those given, which it reads from for ever."""
+        taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.inputs = [leaf for leaf in taken if isinstance(leaf, torch.Tensor)]
+        return taken
+
+    def feeds(self, leaves: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies (from, to) of inputs that the recording can make itself."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [pair for pair in zip(tensors, self.inputs, strict=True) if can_be_port(*pair)]
+
+    def settle_gradients(self) -> None:
+        """Gradients made anew where others lay go to where those lay: the next replay looks for them there."""
+        moved = [
+            (place, p, gradient)
+            for place, p in zip(self.before, self.parameters, strict=True)
+            if place is not None and (gradient := p.grad) is not None and gradient is not place
+        ]
+        if moved:
+            torch._foreach_copy_([m[0] for m in moved], [m[2] for m in moved])
+            for place, p, _ in moved:
+                p.grad = place
+
+    def keep(self, result: Any, effects: list[Callable[[], None]]) -> None:
+        """What the recorded step returned, and what it leaves to the host after each replay."""
+        leaves, self.spec = tree_flatten(result)
+        self.outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.single = isinstance(result, torch.Tensor)
+        self.effects = effects
+        after = [p.grad for p in self.parameters]
+        if any(g is not None for g in (*after, *self.before)):
+            self.gradients = after
 
     def open_ports(self, feeds: Sequence[tuple[torch.Tensor, torch.Tensor]], landings: list[Landing]) -> None:
         """The recording reads inputs and sends counters by itself: `feeds` are the copies (from, to) recorded first.

@@ -20,11 +20,11 @@ from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
 from hotloop.capture.host import StepHost
 from hotloop.capture.parts import Parts
-from hotloop.capture.ports import PortError, can_be_port
-from hotloop.capture.reasons import cause_of, first_line, host_names, is_library
+from hotloop.capture.ports import PortError
+from hotloop.capture.reasons import cause_of, first_line, host_names
 from hotloop.capture.recordings import Recordings
+from hotloop.capture.rehearsal import rehearse
 from hotloop.errors import CaptureError
-from hotloop.stalls import record_syncs
 
 __all__ = ["CapturedStep"]
 
@@ -331,15 +331,14 @@ class CapturedStep:
     def _warm(self, recorder: Recorder, entry: Entry, args: Any, kwargs: Any, *, watched: bool) -> Any:
         """An eager step on the recording stream; the one before recording is watched for waits."""
         fingerprint, choice = self._frozen.fingerprint, self._choice
-        values, tensors = fingerprint.take(), fingerprint.tensors()
-        watch: AbstractContextManager[Any] = nullcontext([])
-        if watched:
-            watch = record_syncs(self._host.device, copies=True)
         trial = choice if choice is not None and entry.compiled and choice.untried else None
         gradients = [p.grad for p in fingerprint.parameters] if trial is not None else []
+
+        def step() -> Any:
+            return recorder.warm(lambda: self.function(*args, **kwargs))
+
         try:
-            with self._forwards(), watch as waits:
-                result = recorder.warm(lambda: self.function(*args, **kwargs))
+            seen = rehearse(step, self._forwards(), fingerprint, self._host.device, watched=watched)
         except Exception as error:
             if trial is None:
                 raise
@@ -349,47 +348,25 @@ class CapturedStep:
             return self._run_eagerly(args, kwargs)
         if trial is not None:
             trial.untried = False
-        if waits and not is_library(waits[0].file):
-            self._give_up(str(waits[0]))
-            return result
-        # a library may look at values only while nothing is being recorded: the recording shows it
-        self._suspect = str(waits[0]) if waits else None
-        if (now := fingerprint.tensors()) != tensors:
-            name = next(n for n in now if now[n] != tensors.get(n))
-            self._give_up(
-                f"the step replaces the tensor {name}; a replay would not see the new one: write into it"
-            )
-        elif (after := fingerprint.take()) != values:
-            changed = fingerprint.difference(values, after)
-            self._give_up(
-                f"the step changes {changed}; a replay would not repeat that: do it outside the step"
-            )
-        return result
+        self._suspect = seen.suspect
+        if seen.reason is not None:
+            self._give_up(seen.reason)
+        return seen.result
 
     def _record(self, recorder: Recorder, entry: Entry, leaves: list[Any], spec: Any) -> bool:
         """Record the step for this shape; False if it cannot be, and then it runs eagerly."""
         fingerprint = self._frozen.fingerprint
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # clones keep strides; the recording reads from them for ever
-        entry.inputs = [tensor.clone() for tensor in tensors]
-        statics = iter(entry.inputs)
-        args, kwargs = self._arguments(
-            [next(statics) if isinstance(x, torch.Tensor) else x for x in leaves], spec
-        )
+        args, kwargs = self._arguments(entry.take_inputs(leaves), spec)
         entry.parameters = parameters = fingerprint.parameters
         entry.before = before = self._host.hold_gradients(parameters)
 
         def work() -> Any:
             result = self.function(*args, **kwargs)
-            _settle_gradients(parameters, before)
+            entry.settle_gradients()
             return result
 
         ports = self._ports and recorder.ports
-        feeds = (
-            [pair for pair in zip(tensors, entry.inputs, strict=True) if can_be_port(*pair)]
-            if ports
-            else None
-        )
+        feeds = entry.feeds(leaves) if ports else None
         try:
             with self._forwards(), self._host.recording(ports=ports) as effects:
                 entry.recording, result = recorder.record(work, fingerprint.generators, feeds)
@@ -412,13 +389,7 @@ class CapturedStep:
             else:
                 self._give_up(self._suspect or cause_of(error))
             return False
-        entry.effects = effects
-        entry.outputs, entry.spec = tree_flatten(result)
-        entry.single = isinstance(result, torch.Tensor)
-        entry.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
-        after = [p.grad for p in parameters]
-        if any(g is not None for g in after) or any(g is not None for g in before):
-            entry.gradients = after
+        entry.keep(result, effects)
         self.captures += 1
         return True
 
@@ -455,16 +426,3 @@ class CapturedStep:
         self._recorder = self._recordings = None
         self._usual.clear()
         self._host.say(f"{self.name} runs eagerly, not as one launch: {reason}")
-
-
-def _settle_gradients(parameters: list[torch.Tensor], before: list[torch.Tensor | None]) -> None:
-    """Gradients made anew where others lay go to where those lay: the next replay looks for them there."""
-    moved = [
-        (place, p, gradient)
-        for place, p in zip(before, parameters, strict=True)
-        if place is not None and (gradient := p.grad) is not None and gradient is not place
-    ]
-    if moved:
-        torch._foreach_copy_([m[0] for m in moved], [m[2] for m in moved])
-        for place, p, _ in moved:
-            p.grad = place

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotloop.kernels.pooled_norm import first_pooled_norm_silu, pooled_norm_silu
+from hotloop.kernels.pooled_norm import first_pooled_norm_silu, global_max, pooled_norm_silu
 
 __all__ = ["BEST", "COLD", "DEEP", "MEAN", "STD", "Net", "Recipe"]
 
@@ -44,9 +44,11 @@ class Recipe:
     tta_share: float = 0.2
     tta_shifts: int = 1
     tta_views: int = 6
+    tta_centre: float = 0.0  # share of the two views that are not moved; 0 for that of all alike
     dtype: str = "float16"
     kernels: bool = True
     muon_kernels: bool = True
+    gram: bool = True  # Muon's iteration on Gram matrices
     masters: bool = False  # filters are kept in float32
     capture: str = "graph"  # eager, graph, compile, full
     first_share: float = 1.0  # of a batch, which the gradient of the first filters is summed over
@@ -58,6 +60,8 @@ class Recipe:
     last_momentum: float | None = None  # the filters' at the end, on a line
     unroll: int = 16  # steps of one graph
     beside: bool = True  # deep updates and the next batch beside other work
+    load_early: bool = True  # beside the last layer's backward pass, not after it
+    own_end: bool = True  # the last pooling, the head and the loss by one kernel
     ns_steps: int = 3
     features: int = 24  # of the first layer: 24 whitened ones, and the strongest of them once more
     again: float = 2.0  # by what those are larger
@@ -142,7 +146,8 @@ class Net(nn.Module):
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of the last layer's result."""
-        return F.linear(F.max_pool2d(x, x.shape[-1]).flatten(1), self.head) / self.head.shape[1]
+        largest = global_max(x, eager=not self.recipe.kernels)
+        return F.linear(largest, self.head) / self.head.shape[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of what the whitening layer made, [n, features, size - 1, size - 1]."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.cifar_end import end_and_back, end_takes
 from benchmarks.cifar_net import BEST, COLD, DEEP, MEAN, STD, Net, Recipe
 from hotloop.data import resize_images
 from hotloop.kernels.augment import Augment, augment, augment_filtered
@@ -61,23 +62,21 @@ class Filters:
     ) -> None:
         self.parameters = parameters
         p = parameters[0]
-        self.norms = torch.tensor([math.sqrt(len(p)) for p in parameters], device=p.device, dtype=p.dtype)
         self.muon = Muon(
             parameters, rate, 0.0, momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
-            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False,
+            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False, unit_rows=True,
             ns_dtype=torch.float16 if recipe.dtype == "float16" and p.is_cuda else None,
             fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
         )  # fmt: skip
+        if not recipe.gram:
+            self.muon._by_gram = False
 
     def reset(self) -> None:
         for state in self.muon.state.values():
             for value in state.values():
                 value.zero_()
 
-    @torch.no_grad()
     def step(self) -> None:
-        scales = self.norms / torch.stack(torch._foreach_norm(self.parameters))
-        torch._foreach_mul_(self.parameters, list(scales.unbind()))
         self.muon.step()
 
 
@@ -242,13 +241,14 @@ class Trainer:
         """One update of all layers but the `frozen` first ones; returns the next batch, if there is to be more."""
         x, y = batch
         net = self.net
-        self.rate.copy_(self.rates.index_select(0, self.counter.view(1))[0])
-        self.counter.add_(1)
+        with self.apart(1):  # the rates, small kernels that nothing needs before the first update
+            self.rate.copy_(self.rates.index_select(0, self.counter.view(1))[0])
+            self.counter.add_(1)
         parts: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # input and result of what is differentiated apart
         if self.recipe.capture in ("compile", "full"):
-            logits = self.forward(x)
+            self.backward_of(self.forward(x), y)
         else:
             with torch.no_grad():
                 x = net.through(x, 0, frozen)
@@ -257,33 +257,48 @@ class Trainer:
                 inner = x if first == frozen else x.detach().requires_grad_()
                 x = net.through(inner, first, last)
                 parts.append((inner, x))
-            logits = net.end(x)
-        # the gradient of the summed cross-entropy; the loss itself is not needed to learn
-        logits.backward((logits.detach().float().softmax(1) - y).to(logits.dtype))
+            if self.recipe.kernels and self.recipe.own_end and end_takes(x, net.head):
+                dx, slopes, largest = end_and_back(x.detach(), net.head.detach(), y)
+                with self.apart(0):
+                    count, channels = net.head.shape
+                    net.head.grad = (slopes[:, :count].T @ largest).mul_(1 / channels)
+                x.backward(dx)
+            else:
+                self.backward_of(net.end(x), y)
+        for stream in self.aside[1:]:
+            torch.cuda.current_stream().wait_stream(stream)
         updates = [muon.step for muon in self.muons[frozen:]]
-        for (inner, _), (_, result) in zip(parts[:0:-1], parts[-2::-1], strict=True):
+        following = batch
+        for left, ((inner, _), (_, result)) in enumerate(zip(parts[:0:-1], parts[-2::-1], strict=True)):
             with self.apart(0):
                 updates.pop()()
+            if more and self.recipe.load_early and left == len(parts) - 2:
+                with self.apart(1):
+                    following = self.load(phase)
             result.backward(inner.grad)
         with self.apart(0):
             self.sgd.step()
-        following = batch
-        if more:
+        if more and following is batch:
             with self.apart(1):
                 following = self.load(phase)
         for update in updates:
             update()
-        for stream in self.aside[: 1 + more]:  # those used: others are in no recording
+        for stream in self.aside:
             torch.cuda.current_stream().wait_stream(stream)
         for p in net.parameters():
             p.grad = None
         return following
 
+    @staticmethod
+    def backward_of(logits: torch.Tensor, y: torch.Tensor) -> None:
+        """The gradient of the summed cross-entropy; the loss itself is not needed to learn."""
+        logits.backward((logits.detach().float().softmax(1) - y).to(logits.dtype))
+
     def looks(self, n: int) -> int:
         """Batches that an evaluation of n images takes."""
         batch = self.recipe.batch
         again = max(round(n * self.recipe.tta_share / batch), 1)
-        return -(-n // batch) + again * self.recipe.tta_views
+        return -(-n // batch) + again * (self.recipe.tta_views - 1)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -298,8 +313,11 @@ class Trainer:
         s = self.recipe.tta_shifts
         moves = [(0, 0), (-s, -s), (s, s)] + [(-s, s), (s, -s)] * (self.recipe.tta_views == 10)
         views = [replace(self.plain, offset=move, mirror=m) for move in moves for m in (False, True)]
-        seen = [torch.cat([self.look(part, view) for part in unsure.split(batch)]) for view in views]
-        logits.index_copy_(0, unsure, torch.stack(seen).mean(0))
+        seen = [logits[unsure]]  # the first view's
+        seen += [torch.cat([self.look(part, view) for part in unsure.split(batch)]) for view in views[1:]]
+        moved = torch.stack(seen[2:]).mean(0)
+        centre = self.recipe.tta_centre or 2 / len(views)
+        logits.index_copy_(0, unsure, (seen[0] + seen[1]) * (centre / 2) + moved * (1 - centre))
         self.right.copy_((logits.argmax(1) == self.test_labels).sum())
 
     def look(self, index: torch.Tensor, view: Augment) -> torch.Tensor:
@@ -443,13 +461,13 @@ class Outcome:
 
 
 def muon_agrees() -> bool:
-    """Whether Muon's kernels make here the updates that torch's operations make, within bfloat16's rounding."""
+    """Whether Muon's kernels make here the updates that torch's operations make, within float16's rounding."""
     found = []
     for kernels in (True, False):
         torch.manual_seed(0)
         parameters: list[torch.Tensor] = [
             nn.Parameter(torch.randn(o, i, 3, 3, device="cuda").half().to(memory_format=torch.channels_last))
-            for i, o in ((24, 64), (64, 256), (256, 256))
+            for i, o in ((24, 64), (32, 64), (64, 64), (64, 256), (256, 256))
         ]
         start = [p.detach().float().clone() for p in parameters]
         rate = torch.tensor(0.2, device="cuda")

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.cifar_end import end_and_back, end_takes
 from benchmarks.cifar_net import BEST, Net
 from benchmarks.cifar_recipe import Trainer, phases_of
+
+from hotloop.kernels.language import runs_on
 
 SMALL = replace(
     BEST, batch=8, sizes=((1.0, 16), (1.0, 18)), dtype="float32", widths=(16, 16, 16), capture="eager"
@@ -88,3 +91,21 @@ def test_whitening_whitens(data):
     )
     made = torch.nn.functional.conv2d(x, trainer.net.whiten[:12]).permute(1, 0, 2, 3).flatten(1)
     assert torch.allclose(made @ made.T / made.shape[1], torch.eye(12), atol=0.01)
+
+
+@pytest.mark.skipif(not runs_on(torch.device("cpu")), reason="needs Triton and TRITON_INTERPRET=1")
+@pytest.mark.parametrize("shape", [(37, 64, 3, 3), (16, 32, 2, 2), (5, 16, 4, 4)])
+def test_the_end_in_one_kernel_has_the_gradients_of_its_parts(shape):
+    n, channels, *_ = shape
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=g).half().contiguous(memory_format=torch.channels_last)
+    head = (3 * torch.randn(10, channels, generator=g)).half()
+    y = torch.rand(n, 10, generator=g).softmax(1)
+    assert end_takes(x, head)
+    dx, slopes, largest = end_and_back(x, head, y)
+    own, weights = x.double().requires_grad_(), head.double().requires_grad_()
+    logits = torch.nn.functional.max_pool2d(own, shape[2:]).flatten(1) @ weights.T / channels
+    torch.nn.functional.cross_entropy(logits, y.double(), reduction="sum").backward()
+    assert (dx.double() - own.grad).norm() < 2e-3 * own.grad.norm()
+    found = slopes[:, :10].double().T @ largest.double() / channels
+    assert (found - weights.grad).norm() < 2e-3 * weights.grad.norm()

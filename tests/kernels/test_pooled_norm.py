@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hotloop.kernels.language import runs_on
-from hotloop.kernels.pooled_norm import first_pooled_norm_silu, pooled_norm_silu
+from hotloop.kernels.pooled_norm import first_pooled_norm_silu, global_max, pooled_norm_silu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 programs = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no programs here")
@@ -104,3 +104,23 @@ def test_a_first_layers_programs_are_the_twin_within_rounding(samples):
         results.append([found["out"].detach(), found["filters"].grad, found["bias"].grad, found["mean"]])
     for ours, twin in zip(*results, strict=True):
         assert (ours.double() - twin.double()).norm() < 4e-3 * twin.double().norm()
+
+
+@programs
+@pytest.mark.parametrize("shape", [(5, 10, 3, 3), (33, 64, 2, 2), (17, 70, 1, 1), (3, 8, 4, 2)])
+def test_the_largest_value_and_its_gradient_are_torchs(shape):
+    """Of equal values, which halves make frequent, the first has the gradient."""
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=g).round() / 2).to(DEVICE).contiguous(memory_format=torch.channels_last)
+    slope = torch.randn(shape[:2], generator=g).to(DEVICE)
+    results = []
+    for eager in (False, True):
+        own = x.clone().requires_grad_()
+        out = global_max(own, eager=eager)
+        out.backward(slope)
+        results.append((out.detach(), own.grad))
+    flat = x.flatten(2)
+    assert torch.equal(results[0][0], flat.amax(2))
+    first = (flat == flat.amax(2, keepdim=True)).int().argmax(2, keepdim=True)
+    assert torch.equal(results[0][1].flatten(2), torch.zeros_like(flat).scatter(2, first, slope[..., None]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

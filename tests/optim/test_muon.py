@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hotloop
+from hotloop.kernels import gram
 from hotloop.kernels import muon as kernels
 from hotloop.optim import AdamW, Muon, masters_of, split_matrices
 from hotloop.optim import adam as adam_module
@@ -258,3 +259,58 @@ def test_the_route_of_a_device_with_the_kernels_twins(monkeypatch, dtype, maximi
     assert calls == [2, 1, 1, 1] * 8
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_unit_rows_are_weights_scaled_before_each_update(refuse):
+    mine, theirs = make_weights(), make_weights()
+    ours, plain = Muon(mine, lr=0.05, unit_rows=True), Muon(theirs, lr=0.05)
+    if refuse:
+        ours.found_inf = plain.found_inf = torch.zeros(())
+    for step in range(6):
+        for w in theirs:
+            w.data.mul_(math.sqrt(len(w)) / w.detach().norm())
+        for weights, optimizer in ((mine, ours), (theirs, plain)):
+            for w, g in zip(weights, gradients(step, weights), strict=True):
+                w.grad = g
+            optimizer.step()
+    assert_all_close([w.detach() for w in mine], [w.detach() for w in theirs], 1e-12)
+    if refuse:
+        before = [w.detach().clone() for w in mine]
+        ours.found_inf.fill_(1.0)
+        ours.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, mine, strict=True))
+
+
+def test_unit_rows_leave_zeros():
+    weight = nn.Parameter(torch.zeros(4, 6))
+    weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    Muon([weight], lr=0.1, unit_rows=True).step()
+    assert 0 < weight.norm() < 1
+
+
+def test_matrices_of_whole_tiles_go_by_gram_matrices(monkeypatch):
+    """Small and larger ones, float16 throughout; those of other shapes go on as they did, all scaled alike."""
+    shapes = [(64, 32, 3, 3), (128, 160), (64, 96), (20, 33)]
+    g = torch.Generator().manual_seed(0)
+    start = [torch.randn(s, generator=g).half() for s in shapes]
+    slopes = [[torch.randn(s, generator=g).half() for s in shapes] for _ in range(3)]
+    monkeypatch.setattr(muon_module, "kernels_run_on", lambda device: True)
+    settings = {"lr": 0.2, "momentum": 0.6, "ns_steps": 3, "unit_rows": True}
+    weights = [nn.Parameter(w.clone()) for w in start]
+    exact = [nn.Parameter(w.double()) for w in start]
+    calls = []
+    original = gram.muon_step
+    monkeypatch.setattr(gram, "muon_step", lambda w, *a, **k: (calls.append(len(w)), original(w, *a, **k)))
+    optimizers = (
+        Muon(weights, fused=True, ns_dtype=torch.float16, master=False, **settings),
+        Muon(exact, fused=False, **settings),
+    )
+    for step in slopes:
+        for w, e, slope in zip(weights, exact, step, strict=True):
+            w.grad, e.grad = slope.clone(), slope.double()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert calls == [2, 1] * 3
+    for w, e, begun in zip(weights, exact, start, strict=True):
+        assert (w.double() - e).norm() < 0.01 * (e - begun.double()).norm()

@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["PooledNormSiLU", "first_pooled_norm_silu", "pooled_norm_silu", "pooled_norm_silu_eager"]
+__all__ = [
+    "PooledNormSiLU",
+    "first_pooled_norm_silu",
+    "global_max",
+    "pooled_norm_silu",
+    "pooled_norm_silu_eager",
+]
 
 
 def pooled_norm_silu(
@@ -96,6 +102,18 @@ def first_pooled_norm_silu(
     return pooled_norm_silu(y, bias, running_mean, running_var, **settings, eager=eager)
 
 
+def global_max(x: torch.Tensor, *, eager: bool = False) -> torch.Tensor:
+    """The largest value of each channel of each image, [N, C, H, W] to [N, C]; the first of equals has the gradient.
+
+    The kernel takes channels-last images of up to 64 pixels; others, and `eager`, are torch's own max-pooling.
+    """
+    H, W = x.shape[2:]
+    if eager or H * W > _MOST_PIXELS or not _runs_on(x.device):
+        return F.max_pool2d(x, (H, W)).flatten(1)
+    result: torch.Tensor = _GlobalMax.apply(x.contiguous(memory_format=torch.channels_last))
+    return result
+
+
 class PooledNormSiLU(nn.Module):
     """`pooled_norm_silu` as a layer: a batch norm with a bias and no weight, pooled before and gated after it.
 
@@ -155,25 +173,36 @@ def pooled_norm_silu_eager(
     return F.silu(z + bias[:, None, None]).to(x.dtype)
 
 
-_BP, _BC, _BR = 64, 64, 256
-_SUM_BP, _SUM_WARPS, _ADD_BC, _ADD_WARPS, _WARPS = 64, 8, 8, 8, 8
+# Pixels and channels of a tile, and warps.
+_TILES = {
+    "pool_and_sum": (64, 64, 8),
+    "scale_and_gate": (64, 64, 8),
+    "slope_and_sum": (64, 64, 8),
+    "slope_and_scatter": (64, 64, 8),
+}
+_BR, _ADD_BC, _ADD_WARPS = 256, 8, 8
+_MOST_PIXELS, _BN, _BC = 64, 16, 64
 
 
-def _grid(pixels: int, channels: int) -> tuple[int, int]:
-    return -(-pixels // _BP), channels // _BC
+def _tile(name: str, channels: int) -> tuple[int, int, int]:
+    """The tile of a program; all channels are whole multiples of 64."""
+    pixels, across, warps = _TILES[name]
+    return (pixels, across, warps) if channels % across == 0 else (pixels * across // 64, 64, warps)
 
 
-def _share(pixels: int, channels: int, device: torch.device) -> tuple[int, int, int]:
+def _share(
+    pixels: int, channels: int, tile: tuple[int, int, int], device: torch.device
+) -> tuple[int, int, int]:
     """(programs, columns of channels, tiles of each program) for sums over pixels: as many as run at once."""
-    columns = channels // _BC
-    tiles = -(-pixels // _SUM_BP)
-    turns = -(-tiles // max(min(tiles, _at_once(device) // columns), 1))
+    columns = channels // tile[1]
+    tiles = -(-pixels // tile[0])
+    turns = -(-tiles // max(min(tiles, _at_once(device) * 8 // tile[2] // columns), 1))
     return -(-tiles // turns), columns, turns
 
 
 @cache
 def _at_once(device: torch.device) -> int:
-    """Programs that a device runs at once; registers leave room for two on a multiprocessor."""
+    """Programs of 8 warps that a device runs at once; registers leave room for two on a multiprocessor."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
@@ -196,7 +225,8 @@ def _forward(
     N, C, H, W = x.shape
     h, w = (H // 2, W // 2) if pool else (H, W)
     pixels = N * h * w
-    rows, columns, turns = _share(pixels, C, x.device)
+    summing, gating = _tile("pool_and_sum", C), _tile("scale_and_gate", C)
+    rows, columns, turns = _share(pixels, C, summing, x.device)
     shape = (N, C, h, w)
     out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     pooled = torch.empty_like(out) if pool else x
@@ -204,14 +234,14 @@ def _forward(
     partial = torch.empty((rows, 2, C), device=x.device)
     statistics = torch.empty((2, C), device=x.device)
     programs.pool_and_sum[(rows, columns)](
-        x, pooled, out if which is None else which, partial, pixels, running_mean, H, W, C, pool, _SUM_BP, _BC,
-        turns, num_warps=_SUM_WARPS,
+        x, pooled, out if which is None else which, partial, pixels, running_mean, H, W, C, pool,
+        *summing[:2], turns, num_warps=summing[2],
     )  # fmt: skip
     programs.add_up[(C // _ADD_BC,)](
         partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
         C, True, _BR, _ADD_BC, -(-rows // _BR), num_warps=_ADD_WARPS,
     )  # fmt: skip
-    programs.scale_and_gate[_grid(pixels, C)](
+    programs.scale_and_gate[(-(-pixels // gating[0]), C // gating[1])](
         pooled,
         out,
         statistics,
@@ -224,9 +254,8 @@ def _forward(
         False,
         False,
         _is_fast(x),
-        _BP,
-        _BC,
-        num_warps=_WARPS,
+        *gating[:2],
+        num_warps=gating[2],
     )
     return out, pooled, which, statistics
 
@@ -246,12 +275,13 @@ def _backward(
     C, (H, W) = pooled.shape[1], size
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     pixels = pooled.numel() // C
-    rows, columns, turns = _share(pixels, C, pooled.device)
+    summing, scattering = _tile("slope_and_sum", C), _tile("slope_and_scatter", C)
+    rows, columns, turns = _share(pixels, C, summing, pooled.device)
     partial = torch.empty((rows, 2, C), device=pooled.device)
     sums = torch.empty((2, C), device=pooled.device)
     programs.slope_and_sum[(rows, columns)](
-        pooled, gradient, statistics, bias, partial, pixels, C, _is_fast(pooled), _SUM_BP, _BC, turns,
-        num_warps=_SUM_WARPS,
+        pooled, gradient, statistics, bias, partial, pixels, C, _is_fast(pooled), *summing[:2], turns,
+        num_warps=summing[2],
     )  # fmt: skip
     programs.add_up[(C // _ADD_BC,)](
         partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, -(-rows // _BR),
@@ -261,9 +291,9 @@ def _backward(
         (samples, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
     )
     windows = samples * (pixels // len(pooled) if which is None else ((H + 1) // 2) * ((W + 1) // 2))
-    programs.slope_and_scatter[_grid(windows, C)](
+    programs.slope_and_scatter[(-(-windows // scattering[0]), C // scattering[1])](
         pooled, gradient, statistics, bias, sums, pooled if which is None else which, dx, windows, pixels,
-        H, W, C, which is not None, _is_fast(pooled), _BP, _BC, num_warps=_WARPS,
+        H, W, C, which is not None, _is_fast(pooled), *scattering[:2], num_warps=scattering[2],
     )  # fmt: skip
     return dx, sums[0]
 
@@ -287,7 +317,8 @@ class _PooledNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, own = _backward(gradient, *ctx.saved_tensors, ctx.shape[2:], len(ctx.saved_tensors[0]))
+        pooled, which, statistics, bias = ctx.saved_tensors
+        dx, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], len(pooled))
         return dx, own, None, None, None, None, None
 
 
@@ -314,13 +345,41 @@ class _FirstPooledNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, filters, *saved = ctx.saved_tensors
-        dy, own = _backward(gradient, *saved, ctx.shape[2:], len(x))
+        x, filters, pooled, which, statistics, bias = ctx.saved_tensors
+        dy, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], len(x))
         edge = filters.shape[-1] // 2
         _, slope, _ = torch.ops.aten.convolution_backward(
             dy, x, filters, None, [1, 1], [edge, edge], [1, 1], False, [0, 0], 1, [False, True, False]
         )
         return None, slope, own, None, None, None, None, None, None
+
+
+class _GlobalMax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        from hotloop.kernels.programs import pooled_norm as programs
+
+        N, C, H, W = x.shape
+        out = x.new_empty(N, C)
+        which = x.new_empty(N, C, dtype=torch.int16)
+        programs.take_largest[(-(-N // _BN), -(-C // _BC))](x, out, which, N, C, H * W, _BN, _BC, num_warps=4)
+        ctx.save_for_backward(which)
+        ctx.shape = x.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        from hotloop.kernels.programs import pooled_norm as programs
+
+        (which,) = ctx.saved_tensors
+        N, C, H, W = ctx.shape
+        dx = torch.empty(
+            ctx.shape, device=gradient.device, dtype=gradient.dtype, memory_format=torch.channels_last
+        )
+        programs.scatter_image[(-(-N // _BN), -(-C // _BC))](
+            gradient.contiguous(), which, dx, N, C, H * W, _BN, _BC, num_warps=4
+        )
+        return dx
 
 
 def _infer(
@@ -338,8 +397,9 @@ def _infer(
     out = torch.empty((N, C, h, w), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     pixels = N * h * w
     statistics = torch.stack((running_mean, running_var))
-    programs.scale_and_gate[_grid(pixels, C)](
-        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _is_fast(x), _BP, _BC, num_warps=_WARPS
+    tile = _tile("scale_and_gate", C)
+    programs.scale_and_gate[(-(-pixels // tile[0]), C // tile[1])](
+        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _is_fast(x), *tile[:2], num_warps=tile[2]
     )
     return out
 

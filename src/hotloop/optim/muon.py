@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +55,8 @@ class Muon(ResidentOptimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: the settings of groups with `use_muon=False`, where they
             are called `lr`, `betas`, `eps` and `weight_decay`.
         ns_dtype: dtype of the products; None for bfloat16 on a CUDA device and the weights' own elsewhere.
+        unit_rows: give every matrix [rows, columns] the Frobenius norm of orthonormal rows, sqrt(rows), before each
+            of its updates: for weights whose scale a norm takes away.
         maximize: climb instead of descend.
         fused: True for hotloop's kernels on a CUDA device, else torch's products and multi-tensor kernels; for groups
             of AdamW's as there.
@@ -65,6 +67,7 @@ class Muon(ResidentOptimizer):
     """
 
     device_settings: ClassVar[frozenset[str]] = frozenset({"lr", "momentum", "betas", "weight_decay"})
+    _by_gram = True  # where `hotloop.kernels.gram` takes a matrix
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Muon(ResidentOptimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: Number = 0.0,
         ns_dtype: torch.dtype | None = None,
+        unit_rows: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
         master: bool | None = None,
@@ -112,6 +116,7 @@ class Muon(ResidentOptimizer):
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
                 "ns_dtype": ns_dtype,
+                "unit_rows": unit_rows,
                 "maximize": maximize,
                 "fused": fused,
                 "master": master,
@@ -167,6 +172,8 @@ class Muon(ResidentOptimizer):
         if self._kernels_take(batch, group):
             self._update_by_kernels(batch, group)
             return
+        if group["unit_rows"]:
+            _scale_to_unit_rows(batch, range(len(batch.weights)))
         lr, decay = group["lr"], group["weight_decay"]
         directions = _directions(batch, group)
         if is_tensor(decay) or decay != 0.0:
@@ -208,14 +215,48 @@ class Muon(ResidentOptimizer):
 
     def _update_by_kernels(self, batch: Batch, group: dict[str, Any]) -> None:
         """Matrices of one shape and layout at a time, all kinds beside each other."""
+        from hotloop.kernels.gram import muon_step, muon_step_takes
         from hotloop.kernels.muon import muon_apply, muon_gather, newton_schulz, scalar_on
 
         lr, momentum, decay = (scalar_on(group[n], batch.device) for n in ("lr", "momentum", "weight_decay"))
         factor = batch.factor(maximize=group["maximize"])
         means = batch.state["momentum_buffer"]
+        kind = group["ns_dtype"] or torch.bfloat16
         kinds: dict[tuple[Any, ...], list[int]] = {}
+        small: list[int] = []  # of 64 rows, and larger ones that the same kernels take
+        large: list[int] = []
         for number, weight in enumerate(batch.weights):
-            kinds.setdefault((weight.shape, weight.stride()), []).append(number)
+            if (
+                self._by_gram
+                and group["ns_steps"] > 0
+                and muon_step_takes(weight, batch.gradients[number], means[number], kind)
+            ):
+                (small if len(weight) == 64 else large).append(number)
+            else:
+                kinds.setdefault((weight.shape, weight.stride()), []).append(number)
+        if group["unit_rows"] and kinds:
+            _scale_to_unit_rows(batch, [i for members in kinds.values() for i in members])
+
+        def step(members: list[int], part: Any) -> None:
+            shapes = [(len(w), w.numel() // len(w)) for w in (batch.weights[i] for i in members)]
+            muon_step(
+                [batch.weights[i] for i in members],
+                [batch.gradients[i] for i in members],
+                [means[i] for i in members],
+                lr=lr,
+                momentum=momentum,
+                weight_decay=decay,
+                nesterov=group["nesterov"],
+                eps=group["eps"],
+                steps=group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                scales=[_update_scale(s, group["adjust_lr_fn"]) for s in shapes],
+                norms=[math.sqrt(rows) for rows, _ in shapes] if group["unit_rows"] else None,
+                coefficient=factor,
+                skip=batch.refuse,
+                shadows=[batch.parameters[i] for i in members] if batch.has_masters else None,
+                tables=self.tables_of(group, part),
+            )
 
         def update(members: list[int], part: Any) -> None:
             tables = self.tables_of(group, part)
@@ -227,7 +268,7 @@ class Muon(ResidentOptimizer):
                 momentum=momentum,
                 nesterov=group["nesterov"],
                 eps=group["eps"],
-                dtype=group["ns_dtype"] or torch.bfloat16,
+                dtype=kind,
                 coefficient=factor,
                 skip=batch.refuse,
                 tables=tables,
@@ -244,11 +285,13 @@ class Muon(ResidentOptimizer):
                 tables=tables,
             )
 
-        works = []
-        for kind, members in kinds.items():
+        works = [
+            functools.partial(step, part, name) for name, part in (("small", small), ("large", large)) if part
+        ]
+        for alike, members in kinds.items():
             most = max(_MOST_ELEMENTS // max(batch.weights[members[0]].numel(), 1), 1)
             for first in range(0, len(members), most):
-                works.append(functools.partial(update, members[first : first + most], (kind, first)))
+                works.append(functools.partial(update, members[first : first + most], (alike, first)))
         run_beside(works, batch.device)
         batch.rounded = True
 
@@ -269,6 +312,16 @@ def _directions(batch: Batch, group: dict[str, Any]) -> list[Tensor]:
     ahead = torch._foreach_mul(means, to_dtype(momentum, dtype))
     torch._foreach_add_(ahead, share)
     return list(ahead)
+
+
+def _scale_to_unit_rows(batch: Batch, members: Sequence[int]) -> None:
+    """Give weights the norm of orthonormal rows; those of all zeros stay."""
+    weights = [batch.weights[i] for i in members]
+    norms = torch._foreach_norm(weights)
+    factors = torch._foreach_reciprocal(norms)
+    torch._foreach_mul_(factors, [math.sqrt(len(w)) for w in weights])
+    ready = torch.where(torch.stack(norms) == 0, 1.0, torch.stack(factors))
+    torch._foreach_mul_(weights, list(to_dtype(batch.gate(ready, 1.0), batch.dtype).unbind()))
 
 
 def _stacks(directions: list[Tensor]) -> Iterator[list[tuple[int, Tensor, bool]]]:

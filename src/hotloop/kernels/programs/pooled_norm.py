@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from hotloop.kernels.language import jit, tl
 
-__all__ = ["add_up", "pool_and_sum", "scale_and_gate", "slope_and_scatter", "slope_and_sum"]
+__all__ = [
+    "add_up",
+    "pool_and_sum",
+    "scale_and_gate",
+    "scatter_image",
+    "slope_and_scatter",
+    "slope_and_sum",
+    "take_largest",
+]
 
 
 @jit
@@ -262,3 +270,34 @@ def slope_and_scatter(
         tl.store(out + (first + W + 1) * C + c, tl.where(place == 3, dx, zero), mask=right & below)
     else:
         tl.store(out + at * C + c, dx, mask=mask)
+
+
+@jit
+def take_largest(x, out, which, samples, C, PIXELS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):
+    """The largest value of each image's channel and the pixel that has it, the first of equals."""
+    n = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None]
+    c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
+    mask = (n < samples) & (c < C)
+    first = x + n.to(tl.int64) * (PIXELS * C) + c
+    best = tl.load(first, mask=mask, other=0.0)
+    place = tl.zeros(best.shape, tl.int16)
+    for p in tl.static_range(1, PIXELS):
+        other = tl.load(first + p * C, mask=mask, other=0.0)
+        place = tl.where(other > best, p, place)
+        best = tl.maximum(best, other)
+    tl.store(out + n * C + c, best, mask=mask)
+    tl.store(which + n * C + c, place.to(tl.int16), mask=mask)
+
+
+@jit
+def scatter_image(gradient, which, dx, samples, C, PIXELS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):
+    """The gradient of an image: that of its largest value there, zero elsewhere."""
+    n = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None]
+    c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
+    mask = (n < samples) & (c < C)
+    own = tl.load(gradient + n * C + c, mask=mask, other=0.0)
+    place = tl.load(which + n * C + c, mask=mask, other=0)
+    zero = tl.zeros(own.shape, own.dtype)
+    first = dx + n.to(tl.int64) * (PIXELS * C) + c
+    for p in tl.static_range(0, PIXELS):
+        tl.store(first + p * C, tl.where(place == p, own, zero), mask=mask)

@@ -52,6 +52,7 @@ class Recipe:
     masters: bool = False  # filters are kept in float32
     capture: str = "graph"  # eager, graph, compile, full
     first_share: float = 1.0  # of a batch, which the gradient of the first filters is summed over
+    slope_share: float = 1.0  # of a batch, which the norms' own part of gradients is estimated from
     frozen: tuple[tuple[float, tuple[int, ...]], ...] = ()
     # (from this share of the steps, of how many first layers the weights stay in each step, in turn)
     small_batch: int = 0  # of images below 32 pixels; 0 for the same
@@ -141,7 +142,9 @@ class Net(nn.Module):
                 samples = max(round(len(x) * r.first_share), 1)
                 x = first_pooled_norm_silu(x, p, bias, *statistics, samples=samples, **how)
             else:
-                x = pooled_norm_silu(F.conv2d(x, p, padding=1), bias, *statistics, **how)
+                x = pooled_norm_silu(
+                    F.conv2d(x, p, padding=1), bias, *statistics, slope_share=r.slope_share, **how
+                )
         return x
 
     def end(self, x: torch.Tensor) -> torch.Tensor:

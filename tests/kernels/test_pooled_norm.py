@@ -11,7 +11,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 programs = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no programs here")
 
 
-def run(pool, shape, dtype, eager, training=True):
+def run(pool, shape, dtype, eager, training=True, **more):
     g = torch.Generator().manual_seed(0)
     C = shape[1]
     x = (
@@ -22,7 +22,9 @@ def run(pool, shape, dtype, eager, training=True):
     bias = torch.randn(C, generator=g).to(DEVICE).requires_grad_(training)
     mean, var = torch.randn(C, generator=g).to(DEVICE), torch.rand(C, generator=g).to(DEVICE) + 0.5
     x.requires_grad_(training)
-    out = pooled_norm_silu(x, bias, mean, var, pool=pool, training=training, momentum=0.4, eager=eager)
+    out = pooled_norm_silu(
+        x, bias, mean, var, pool=pool, training=training, momentum=0.4, eager=eager, **more
+    )
     if training:
         out.backward(torch.randn(out.shape, generator=g).to(DEVICE, dtype))
     return {"out": out.detach(), "x": x.grad, "bias": bias.grad, "mean": mean, "var": var}
@@ -124,3 +126,25 @@ def test_the_largest_value_and_its_gradient_are_torchs(shape):
     first = (flat == flat.amax(2, keepdim=True)).int().argmax(2, keepdim=True)
     assert torch.equal(results[0][1].flatten(2), torch.zeros_like(flat).scatter(2, first, slope[..., None]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=programs)])
+@pytest.mark.parametrize("pool", [True, False])
+def test_sums_of_some_samples_stand_for_those_of_all(pool, eager):
+    """Where the counted half of a batch is the other half once more, the estimates are exact; else they are its own."""
+    g = torch.Generator().manual_seed(0)
+    half = (torch.randn(3, 64, 6, 6, generator=g)).to(DEVICE)
+    slope = torch.randn(3, 64, *((3, 3) if pool else (6, 6)), generator=g).to(DEVICE)
+    found = {}
+    for name, given, share in (("all", slope, 1.0), ("half", slope, 0.5), ("other", -slope, 0.5)):
+        x = torch.cat((half, half)).contiguous(memory_format=torch.channels_last).requires_grad_()
+        bias = torch.zeros(64, device=DEVICE, requires_grad=True)
+        statistics = torch.zeros(64, device=DEVICE), torch.ones(64, device=DEVICE)
+        out = pooled_norm_silu(x, bias, *statistics, pool=pool, training=True, slope_share=share, eager=eager)
+        out.backward(torch.cat((slope, given)).contiguous(memory_format=torch.channels_last))
+        found[name] = (out.detach(), *statistics, x.grad, bias.grad)
+    for a, b in zip(found["all"], found["half"], strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+    # the first half's gradient knows nothing of what lies in the second
+    assert torch.allclose(found["other"][3][:3], found["half"][3][:3], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(found["other"][4], found["half"][4], rtol=1e-4, atol=1e-4)

@@ -33,6 +33,7 @@ def pooled_norm_silu(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    slope_share: float = 1.0,
     eager: bool = False,
 ) -> torch.Tensor:
     """silu(batch_norm(max_pool2d(x, 2))), the pooling only if `pool`; the norm has a bias and no weight.
@@ -41,6 +42,8 @@ def pooled_norm_silu(
         x: [N, C, H, W], float16, bfloat16 or float32; C a multiple of 64 for the kernel.
         bias, running_mean, running_var: float32 [C]; the running ones are updated when `training`.
         momentum: share of the new in the running statistics, as torch has it.
+        slope_share: share of the samples, the first ones, that the sums of the backward pass are estimated from: the
+            bias's gradient and what the statistics take from that of x. Of a shuffled batch, the same with more noise.
         eager: use the twin; it is used anyway where Triton runs no programs, for other C, and for gradients in
             evaluation.
 
@@ -50,12 +53,14 @@ def pooled_norm_silu(
     C = x.shape[1]
     if eager or C % 64 or not _runs_on(x.device) or (not training and _learns(x, bias)):
         return pooled_norm_silu_eager(
-            x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps
-        )
+            x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps,
+            slope_share=slope_share,
+        )  # fmt: skip
     x = x.contiguous(memory_format=torch.channels_last)
     if not training:
         return _infer(x, bias, running_mean, running_var, pool, eps)
-    result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps)
+    share = _counted(len(x), slope_share)
+    result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps, share)
     return result
 
 
@@ -165,12 +170,50 @@ def pooled_norm_silu_eager(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    slope_share: float = 1.0,
 ) -> torch.Tensor:
     """`pooled_norm_silu` in torch's own operations, in float32 after the pooling."""
     pooled = F.max_pool2d(x, 2) if pool else x
+    count = _counted(len(x), slope_share)
+    if training and count < len(x):
+        wide = pooled.float()
+        normal = F.batch_norm(wide.detach(), running_mean, running_var, None, None, True, momentum, eps)
+        deviation = (wide.detach().var((0, 2, 3), correction=0) + eps).sqrt()
+        z: torch.Tensor = _EstimatedNorm.apply(wide, normal, deviation, bias, count)
+        return F.silu(z).to(x.dtype)
     # bias apart: torch 2.11 on CUDA cannot differentiate a norm that has a bias and no weight
     z = F.batch_norm(pooled.float(), running_mean, running_var, None, None, training, momentum, eps)
     return F.silu(z + bias[:, None, None]).to(x.dtype)
+
+
+class _EstimatedNorm(torch.autograd.Function):
+    """A norm's result, known already, with the gradient that `slope_share` describes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        normal: torch.Tensor,
+        deviation: torch.Tensor,
+        bias: torch.Tensor,
+        count: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(normal, deviation)
+        ctx.count = count
+        return normal + bias[:, None, None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normal, deviation = ctx.saved_tensors
+        first, own = gradient[: ctx.count], normal[: ctx.count]
+        one = first.mean((0, 2, 3))
+        two = (first * own).mean((0, 2, 3))
+        dx = (gradient - one[:, None, None] - normal * two[:, None, None]) / deviation[:, None, None]
+        return dx, None, None, one * (gradient.numel() // len(one)), None
+
+
+def _counted(samples: int, share: float) -> int:
+    return min(max(round(samples * share), 1), samples)
 
 
 # Pixels and channels of a tile, and warps.
@@ -268,13 +311,15 @@ def _backward(
     bias: torch.Tensor,
     size: torch.Size,
     samples: int,
+    counted: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the first `samples` of x [N, C, *size], and of the bias."""
+    """Gradients of the first `samples` of x [N, C, *size], and of the bias; sums are of the first `counted`."""
     from hotloop.kernels.programs import pooled_norm as programs
 
     C, (H, W) = pooled.shape[1], size
     gradient = gradient.contiguous(memory_format=torch.channels_last)
-    pixels = pooled.numel() // C
+    each = pooled.numel() // C // len(pooled)
+    pixels = counted * each
     summing, scattering = _tile("slope_and_sum", C), _tile("slope_and_scatter", C)
     rows, columns, turns = _share(pixels, C, summing, pooled.device)
     partial = torch.empty((rows, 2, C), device=pooled.device)
@@ -290,12 +335,12 @@ def _backward(
     dx = torch.empty(
         (samples, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
     )
-    windows = samples * (pixels // len(pooled) if which is None else ((H + 1) // 2) * ((W + 1) // 2))
+    windows = samples * (each if which is None else ((H + 1) // 2) * ((W + 1) // 2))
     programs.slope_and_scatter[(-(-windows // scattering[0]), C // scattering[1])](
         pooled, gradient, statistics, bias, sums, pooled if which is None else which, dx, windows, pixels,
         H, W, C, which is not None, _is_fast(pooled), *scattering[:2], num_warps=scattering[2],
     )  # fmt: skip
-    return dx, sums[0]
+    return dx, sums[0] if counted == len(pooled) else sums[0] * (len(pooled) / counted)
 
 
 class _PooledNorm(torch.autograd.Function):
@@ -309,17 +354,20 @@ class _PooledNorm(torch.autograd.Function):
         pool: bool,
         momentum: float,
         eps: float,
+        counted: int,
     ) -> torch.Tensor:
         out, *saved = _forward(x, bias, running_mean, running_var, pool, momentum, eps)
         ctx.save_for_backward(*saved, bias)
-        ctx.shape = x.shape
+        ctx.shape, ctx.counted = x.shape, counted
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pooled, which, statistics, bias = ctx.saved_tensors
-        dx, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], len(pooled))
-        return dx, own, None, None, None, None, None
+        dx, own = _backward(
+            gradient, pooled, which, statistics, bias, ctx.shape[2:], len(pooled), ctx.counted
+        )
+        return dx, own, None, None, None, None, None, None
 
 
 class _FirstPooledNorm(torch.autograd.Function):
@@ -346,7 +394,7 @@ class _FirstPooledNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, filters, pooled, which, statistics, bias = ctx.saved_tensors
-        dy, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], len(x))
+        dy, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], len(x), len(pooled))
         edge = filters.shape[-1] // 2
         _, slope, _ = torch.ops.aten.convolution_backward(
             dy, x, filters, None, [1, 1], [edge, edge], [1, 1], False, [0, 0], 1, [False, True, False]

@@ -52,6 +52,7 @@ class Recipe:
     masters: bool = False  # filters are kept in float32
     capture: str = "graph"  # eager, graph, compile, full
     first_share: float = 1.0  # of a batch, which the gradient of the first filters is summed over
+    edges: str = "all"  # where layers make the next one's padding: all, evaluation, none
     slope_share: float = 1.0  # of a batch, which the norms' own part of gradients is estimated from
     frozen: tuple[tuple[float, tuple[int, ...]], ...] = ()
     # (from this share of the steps, of how many first layers the weights stay in each step, in turn)
@@ -90,6 +91,7 @@ class Net(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
+        self.edged = False  # whether what the last layer made has the next one's padding
         a, b, c = recipe.widths
         plan = [(recipe.features, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
         dtype = recipe.type
@@ -142,9 +144,14 @@ class Net(nn.Module):
                 samples = max(round(len(x) * r.first_share), 1)
                 x = first_pooled_norm_silu(x, p, bias, *statistics, samples=samples, **how)
             else:
+                # the last row and column of odd images are dropped by the pooling: better not computed
+                odd = k % 2 == 1 and k + 1 < len(self.filters) and x.shape[-1] % 2 == 1
+                edge = odd and (r.edges == "all" or (r.edges == "evaluation" and not self.training))
                 x = pooled_norm_silu(
-                    F.conv2d(x, p, padding=1), bias, *statistics, slope_share=r.slope_share, **how
-                )
+                    F.conv2d(x, p, padding=0 if self.edged else 1), bias, *statistics,
+                    slope_share=r.slope_share, edge=edge, **how,
+                )  # fmt: skip
+                self.edged = edge
         return x
 
     def end(self, x: torch.Tensor) -> torch.Tensor:

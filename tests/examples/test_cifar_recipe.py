@@ -74,6 +74,24 @@ def test_a_network_differentiated_in_parts_has_the_whole_ones_gradient(data):
         assert torch.allclose(got, p.grad, rtol=1e-4, atol=1e-6 + 1e-5 * p.grad.abs().max().item())
 
 
+@pytest.mark.parametrize("size", [15, 14, 12])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_network_whose_layers_pad_for_the_next_is_the_same(size, training):
+    """Sizes of odd and of even layers; results, statistics and gradients."""
+    found = []
+    for edges in ("none", "all"):
+        torch.manual_seed(0)
+        net = Net(replace(SMALL, edges=edges))
+        net.reset()
+        net.train(training)
+        x = torch.randn(4, 32, size, size)
+        y = net(x)
+        y.square().sum().backward()
+        found.append([y.detach(), net.means, net.variances, *(p.grad for p in net.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+
+
 def test_each_step_sees_the_next_part_of_the_order(data):
     trainer = Trainer(SMALL, data)
     trainer.reset(3)

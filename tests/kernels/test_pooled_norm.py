@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hotloop.errors import KernelError
 from hotloop.kernels.language import runs_on
 from hotloop.kernels.pooled_norm import first_pooled_norm_silu, global_max, pooled_norm_silu
 
@@ -148,3 +149,27 @@ def test_sums_of_some_samples_stand_for_those_of_all(pool, eager):
     # the first half's gradient knows nothing of what lies in the second
     assert torch.allclose(found["other"][3][:3], found["half"][3][:3], rtol=1e-4, atol=1e-5)
     assert torch.allclose(found["other"][4], found["half"][4], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=programs)])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_edge_is_what_a_padding_would_add(eager, training):
+    """Then a convolution and a pooling of odd images: without padding, the same values and gradients as with it."""
+    g = torch.Generator().manual_seed(0)
+    start, filters = torch.randn(3, 64, 5, 5, generator=g).to(DEVICE), torch.randn(8, 64, 3, 3, generator=g)
+    filters, slope = filters.to(DEVICE), torch.randn(3, 8, 2, 2, generator=g).to(DEVICE)
+    found = []
+    for edge in (True, False):
+        x = start.clone(memory_format=torch.channels_last).requires_grad_(training)
+        bias = torch.full((64,), 0.3, device=DEVICE, requires_grad=training)
+        statistics = torch.zeros(64, device=DEVICE), torch.ones(64, device=DEVICE)
+        y = pooled_norm_silu(x, bias, *statistics, pool=False, training=training, edge=edge, eager=eager)
+        z = nn.functional.max_pool2d(nn.functional.conv2d(y, filters, padding=0 if edge else 1), 2)
+        assert y.shape[2:] == ((6, 6) if edge else (5, 5))
+        if training:
+            z.backward(slope)
+        found.append([z.detach(), *statistics, *((x.grad, bias.grad) if training else ())])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+    with pytest.raises(KernelError, match="edge=True is not for pool=True"):
+        pooled_norm_silu(start, bias, *statistics, pool=True, training=training, edge=True)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hotloop.errors import KernelError
+
 __all__ = [
     "PooledNormSiLU",
     "first_pooled_norm_silu",
@@ -34,6 +36,7 @@ def pooled_norm_silu(
     momentum: float = 0.1,
     eps: float = 1e-5,
     slope_share: float = 1.0,
+    edge: bool = False,
     eager: bool = False,
 ) -> torch.Tensor:
     """silu(batch_norm(max_pool2d(x, 2))), the pooling only if `pool`; the norm has a bias and no weight.
@@ -44,6 +47,9 @@ def pooled_norm_silu(
         momentum: share of the new in the running statistics, as torch has it.
         slope_share: share of the samples, the first ones, that the sums of the backward pass are estimated from: the
             bias's gradient and what the statistics take from that of x. Of a shuffled batch, the same with more noise.
+        edge: the result has a row of zeros above and a column of zeros to the left more. A convolution of 3 x 3 without
+            padding then has all but the last row and column of the padded one's, which a pooling of odd images drops.
+            Not with `pool`.
         eager: use the twin; it is used anyway where Triton runs no programs, for other C, and for gradients in
             evaluation.
 
@@ -51,16 +57,20 @@ def pooled_norm_silu(
         [N, C, H // 2, W // 2] (or H, W), of x's dtype.
     """
     C = x.shape[1]
+    if edge and pool:
+        raise KernelError("pooled_norm_silu: edge=True is not for pool=True")
     if eager or C % 64 or not _runs_on(x.device) or (not training and _learns(x, bias)):
         return pooled_norm_silu_eager(
             x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps,
-            slope_share=slope_share,
+            slope_share=slope_share, edge=edge,
         )  # fmt: skip
     x = x.contiguous(memory_format=torch.channels_last)
     if not training:
-        return _infer(x, bias, running_mean, running_var, pool, eps)
+        return _infer(x, bias, running_mean, running_var, pool, eps, edge)
     share = _counted(len(x), slope_share)
-    result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps, share)
+    result: torch.Tensor = _PooledNorm.apply(
+        x, bias, running_mean, running_var, pool, momentum, eps, share, edge
+    )
     return result
 
 
@@ -171,8 +181,10 @@ def pooled_norm_silu_eager(
     momentum: float = 0.1,
     eps: float = 1e-5,
     slope_share: float = 1.0,
+    edge: bool = False,
 ) -> torch.Tensor:
     """`pooled_norm_silu` in torch's own operations, in float32 after the pooling."""
+    beyond = (1, 0, 1, 0) if edge else (0, 0, 0, 0)
     pooled = F.max_pool2d(x, 2) if pool else x
     count = _counted(len(x), slope_share)
     if training and count < len(x):
@@ -180,10 +192,10 @@ def pooled_norm_silu_eager(
         normal = F.batch_norm(wide.detach(), running_mean, running_var, None, None, True, momentum, eps)
         deviation = (wide.detach().var((0, 2, 3), correction=0) + eps).sqrt()
         z: torch.Tensor = _EstimatedNorm.apply(wide, normal, deviation, bias, count)
-        return F.silu(z).to(x.dtype)
+        return F.pad(F.silu(z).to(x.dtype), beyond)
     # bias apart: torch 2.11 on CUDA cannot differentiate a norm that has a bias and no weight
     z = F.batch_norm(pooled.float(), running_mean, running_var, None, None, training, momentum, eps)
-    return F.silu(z + bias[:, None, None]).to(x.dtype)
+    return F.pad(F.silu(z + bias[:, None, None]).to(x.dtype), beyond)
 
 
 class _EstimatedNorm(torch.autograd.Function):
@@ -261,6 +273,7 @@ def _forward(
     pool: bool,
     momentum: float,
     eps: float,
+    edge: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(result, pooled x, which of each window was taken, [mean, 1 / deviation])."""
     from hotloop.kernels.programs import pooled_norm as programs
@@ -270,7 +283,7 @@ def _forward(
     pixels = N * h * w
     summing, gating = _tile("pool_and_sum", C), _tile("scale_and_gate", C)
     rows, columns, turns = _share(pixels, C, summing, x.device)
-    shape = (N, C, h, w)
+    shape = (N, C, h + edge, w + edge)
     out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     pooled = torch.empty_like(out) if pool else x
     which = torch.empty_like(out, dtype=torch.int8) if pool else None
@@ -284,6 +297,7 @@ def _forward(
         partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
         C, True, _BR, _ADD_BC, -(-rows // _BR), num_warps=_ADD_WARPS,
     )  # fmt: skip
+    pixels = N * (h + edge) * (w + edge)
     programs.scale_and_gate[(-(-pixels // gating[0]), C // gating[1])](
         pooled,
         out,
@@ -295,6 +309,7 @@ def _forward(
         w,
         C,
         False,
+        edge,
         False,
         _is_fast(x),
         *gating[:2],
@@ -312,6 +327,7 @@ def _backward(
     size: torch.Size,
     samples: int,
     counted: int,
+    edge: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the first `samples` of x [N, C, *size], and of the bias; sums are of the first `counted`."""
     from hotloop.kernels.programs import pooled_norm as programs
@@ -325,8 +341,8 @@ def _backward(
     partial = torch.empty((rows, 2, C), device=pooled.device)
     sums = torch.empty((2, C), device=pooled.device)
     programs.slope_and_sum[(rows, columns)](
-        pooled, gradient, statistics, bias, partial, pixels, C, _is_fast(pooled), *summing[:2], turns,
-        num_warps=summing[2],
+        pooled, gradient, statistics, bias, partial, pixels, *pooled.shape[2:], C, edge, _is_fast(pooled),
+        *summing[:2], turns, num_warps=summing[2],
     )  # fmt: skip
     programs.add_up[(C // _ADD_BC,)](
         partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, -(-rows // _BR),
@@ -338,7 +354,7 @@ def _backward(
     windows = samples * (each if which is None else ((H + 1) // 2) * ((W + 1) // 2))
     programs.slope_and_scatter[(-(-windows // scattering[0]), C // scattering[1])](
         pooled, gradient, statistics, bias, sums, pooled if which is None else which, dx, windows, pixels,
-        H, W, C, which is not None, _is_fast(pooled), *scattering[:2], num_warps=scattering[2],
+        H, W, C, which is not None, edge, _is_fast(pooled), *scattering[:2], num_warps=scattering[2],
     )  # fmt: skip
     return dx, sums[0] if counted == len(pooled) else sums[0] * (len(pooled) / counted)
 
@@ -355,19 +371,20 @@ class _PooledNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
         counted: int,
+        edge: bool,
     ) -> torch.Tensor:
-        out, *saved = _forward(x, bias, running_mean, running_var, pool, momentum, eps)
+        out, *saved = _forward(x, bias, running_mean, running_var, pool, momentum, eps, edge)
         ctx.save_for_backward(*saved, bias)
-        ctx.shape, ctx.counted = x.shape, counted
+        ctx.shape, ctx.counted, ctx.edge = x.shape, counted, edge
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pooled, which, statistics, bias = ctx.saved_tensors
         dx, own = _backward(
-            gradient, pooled, which, statistics, bias, ctx.shape[2:], len(pooled), ctx.counted
+            gradient, pooled, which, statistics, bias, ctx.shape[2:], len(pooled), ctx.counted, ctx.edge
         )
-        return dx, own, None, None, None, None, None, None
+        return dx, own, None, None, None, None, None, None, None
 
 
 class _FirstPooledNorm(torch.autograd.Function):
@@ -437,17 +454,34 @@ def _infer(
     running_var: torch.Tensor,
     pool: bool,
     eps: float,
+    edge: bool,
 ) -> torch.Tensor:
     from hotloop.kernels.programs import pooled_norm as programs
 
     N, C, H, W = x.shape
     h, w = (H // 2, W // 2) if pool else (H, W)
-    out = torch.empty((N, C, h, w), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-    pixels = N * h * w
+    out = torch.empty(
+        (N, C, h + edge, w + edge), device=x.device, dtype=x.dtype, memory_format=torch.channels_last
+    )
+    pixels = N * (h + edge) * (w + edge)
     statistics = torch.stack((running_mean, running_var))
     tile = _tile("scale_and_gate", C)
     programs.scale_and_gate[(-(-pixels // tile[0]), C // tile[1])](
-        x, out, statistics, bias, pixels, eps, H, W, C, pool, True, _is_fast(x), *tile[:2], num_warps=tile[2]
+        x,
+        out,
+        statistics,
+        bias,
+        pixels,
+        eps,
+        H,
+        W,
+        C,
+        pool,
+        edge,
+        True,
+        _is_fast(x),
+        *tile[:2],
+        num_warps=tile[2],
     )
     return out
 

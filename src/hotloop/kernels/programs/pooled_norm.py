@@ -159,11 +159,21 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 
 @jit
+def _past_edge(p, H, W):
+    """Where pixel p of an image of H x W lies in one that has a row above and a column to the left more."""
+    return ((p // (H * W)) * (H + 1) + (p // W) % H + 1) * (W + 1) + p % W + 1
+
+
+@jit
 def scale_and_gate(
     x, out, statistics, bias, pixels, eps,
-    H, W, C, POOL: tl.constexpr, INFER: tl.constexpr, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    H, W, C, POOL: tl.constexpr, EDGE: tl.constexpr, INFER: tl.constexpr, FAST: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """z = (x - mean) / deviation + bias, out = z * sigmoid(z). INFER: statistics are mean and variance."""
+    """z = (x - mean) / deviation + bias, out = z * sigmoid(z). INFER: statistics are mean and variance.
+
+    EDGE (never with POOL): out has a row above and a column to the left more, of zeros, and `pixels` is that of out.
+    """
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     c = channels[None, :]
     p = tl.program_id(0) * BP + tl.arange(0, BP)
@@ -174,6 +184,12 @@ def scale_and_gate(
         w = W // 2
         first = _window(p // (h * w), (p // w) % h, p % w, H, W).to(tl.int64)[:, None]
         value, _place = _largest(x, first, c, C, W, mask)
+    elif EDGE:
+        column = p % (W + 1)
+        row = (p // (W + 1)) % (H + 1)
+        inner = (row > 0) & (column > 0)
+        q = ((p // ((H + 1) * (W + 1))) * H + row - 1) * W + column - 1
+        value = tl.load(x + q.to(tl.int64)[:, None] * C + c, mask=mask & inner[:, None], other=0.0)
     else:
         value = tl.load(x + at * C + c, mask=mask, other=0.0)
     mean = tl.load(statistics + channels)
@@ -182,14 +198,18 @@ def scale_and_gate(
         inverse = 1.0 / tl.sqrt(inverse + eps)
     shift = tl.load(bias + channels) - mean * inverse
     z = value.to(tl.float32) * inverse[None, :] + shift[None, :]
+    if EDGE:
+        z = tl.where(inner[:, None], z, 0.0)
     tl.store(out + at * C + c, (z * _sigmoid(z, FAST)).to(out.dtype.element_ty), mask=mask)
 
 
 @jit
-def _slope(x, gradient, at, c, C, mask, inverse, shift, bias, FAST: tl.constexpr):
-    """(gradient of z, normalised x)."""
-    value = tl.load(x + at * C + c, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(gradient + at * C + c, mask=mask, other=0.0).to(tl.float32)
+def _slope(x, gradient, p, h, w, c, C, mask, inverse, shift, bias, EDGE: tl.constexpr, FAST: tl.constexpr):
+    """(gradient of z, normalised x) at pixels p of h x w; EDGE: the gradient has a row and a column more."""
+    value = tl.load(x + p.to(tl.int64)[:, None] * C + c, mask=mask, other=0.0).to(tl.float32)
+    if EDGE:
+        p = _past_edge(p, h, w)
+    dy = tl.load(gradient + p.to(tl.int64)[:, None] * C + c, mask=mask, other=0.0).to(tl.float32)
     normal = value * inverse + shift
     z = normal + bias
     s = _sigmoid(z, FAST)
@@ -199,9 +219,12 @@ def _slope(x, gradient, at, c, C, mask, inverse, shift, bias, FAST: tl.constexpr
 @jit
 def slope_and_sum(
     x, gradient, statistics, bias, partial, pixels,
-    C, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, TURNS,
+    H, W, C, EDGE: tl.constexpr, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, TURNS,
 ):  # fmt: skip
-    """Add up, per channel, the gradient of z and its product with normalised x. partial: float32 [programs, 2, C]."""
+    """Add up, per channel, the gradient of z and its product with normalised x. partial: float32 [programs, 2, C].
+
+    H and W are those of x; EDGE: the gradient has a row above and a column to the left more.
+    """
     program = tl.program_id(0)
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     c = channels[None, :]
@@ -215,7 +238,7 @@ def slope_and_sum(
     for turn in tl.range(0, TURNS, num_stages=4):
         p = (program * TURNS + turn) * BP + tl.arange(0, BP)
         mask = (p < pixels)[:, None] & (c < C)
-        slope, normal = _slope(x, gradient, p.to(tl.int64)[:, None], c, C, mask, inverse, shift, own, FAST)
+        slope, normal = _slope(x, gradient, p, H, W, c, C, mask, inverse, shift, own, EDGE, FAST)
         total += slope
         product += slope * normal
     tl.store(partial + program * 2 * C + channels, tl.sum(total, 0))
@@ -225,7 +248,7 @@ def slope_and_sum(
 @jit
 def slope_and_scatter(
     x, gradient, statistics, bias, sums, which, out, windows, pixels,
-    H, W, C, POOL: tl.constexpr, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    H, W, C, POOL: tl.constexpr, EDGE: tl.constexpr, FAST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The gradient of what was pooled: that of the norm at each window's largest value, zero elsewhere.
 
@@ -253,7 +276,9 @@ def slope_and_scatter(
     inverse = tl.load(statistics + C + channels)
     shift = -tl.load(statistics + channels) * inverse
     own = tl.load(bias + channels)[None, :]
-    slope, normal = _slope(x, gradient, at, c, C, mask, inverse[None, :], shift[None, :], own, FAST)
+    slope, normal = _slope(
+        x, gradient, q, H, W, c, C, mask, inverse[None, :], shift[None, :], own, EDGE, FAST
+    )
     one = (tl.load(sums + channels) / pixels)[None, :]
     two = (tl.load(sums + C + channels) / pixels)[None, :]
     dx = (inverse[None, :] * (slope - one - normal * two)).to(out.dtype.element_ty)

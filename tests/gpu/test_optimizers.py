@@ -253,6 +253,41 @@ def test_muon_by_kernels_is_muon_by_torch(dtype):
             assert torch.equal(a, masters_of(results[0][1]).get(a).bfloat16())
 
 
+def test_muon_on_gram_matrices_replayed_is_muon_in_float64():
+    """Small and larger matrices, one that goes another way, and numbers that change between the replays of a graph."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 32, 3, 3), (64, 64), (256, 64, 3, 3), (128, 160), (24, 40)]
+    start = [torch.randn(s, generator=generator).half().cuda() for s in shapes]
+    start = [w.contiguous(memory_format=torch.channels_last) if w.dim() == 4 else w for w in start]
+    weights, exact = ([nn.Parameter(w.clone()) for w in start], [nn.Parameter(w.double()) for w in start])
+    rate = torch.tensor(0.2, device="cuda")
+    settings = {"momentum": 0.65, "ns_steps": 3, "unit_rows": True}
+    ours = Muon(weights, lr=rate, fused=True, ns_dtype=torch.float16, master=False, **settings)
+    theirs = Muon(exact, lr=rate.double(), fused=False, **settings, ns_dtype=torch.float64)
+    for w in weights:
+        w.grad = torch.zeros_like(w)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        ours.step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            ours.step()
+    with torch.no_grad():
+        for w, begun in zip(weights, start, strict=True):
+            w.copy_(begun)
+            ours.state[w]["momentum_buffer"].zero_()
+    for step in range(4):
+        rate.fill_(0.2 / (step + 1))
+        theirs.param_groups[0]["lr"].copy_(rate)
+        for w, e in zip(weights, exact, strict=True):
+            w.grad.copy_(torch.randn(w.shape, generator=generator) * 30)
+            e.grad = w.grad.double()
+        graph.replay()
+        theirs.step()
+    for w, e, begun in zip(weights, exact, start, strict=True):
+        assert (w.double() - e).norm() < 0.02 * (e - begun.double()).norm()
+
+
 def test_muon_beside_torchs():
     torch.manual_seed(0)
     mine = [nn.Parameter(torch.randn(s, device="cuda")) for s in [(128, 64), (64, 128), (96, 96)]]

@@ -22,7 +22,7 @@ from hotloop.hardware.cores import (
     physical_cores,
     usable_cores,
 )
-from hotloop.hardware.precisions import supported_precisions
+from hotloop.hardware.precisions import cuda_precisions, supported_precisions
 
 __all__ = ["cpu_model", "describe_links", "describe_machine"]
 
@@ -195,9 +195,7 @@ def _parse_nvidia_smi(text: str, visible: str | None) -> tuple[list[dict[str, An
         rows = [by_name[name.strip()] for name in visible.split(",") if name.strip()]
     devices = []
     for index, (_, _, name, memory_mib, capability, _) in enumerate(rows):
-        precisions = {"fp32": "in silicon", "fp16": "in silicon"}
-        if int(capability.split(".")[0]) >= 8:
-            precisions |= {"tf32": "in silicon", "bf16": "in silicon"}
+        major, minor = map(int, capability.split("."))
         devices.append(
             {
                 "kind": "cuda",
@@ -205,7 +203,7 @@ def _parse_nvidia_smi(text: str, visible: str | None) -> tuple[list[dict[str, An
                 "name": name,
                 "memory_bytes": int(memory_mib) * 2**20,
                 "capability": capability,
-                "precisions": precisions,
+                "precisions": cuda_precisions((major, minor)),
             }
         )
     return devices, rows[0][5] if rows else None

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["supported_precisions"]
+__all__ = ["cuda_precisions", "supported_precisions"]
 
 
 def supported_precisions(device: torch.device) -> dict[str, str]:
@@ -35,15 +35,23 @@ def _cpu_precisions() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _cuda_precisions(index: int) -> tuple[tuple[str, str], ...]:
-    found = [("fp32", "in silicon"), ("fp16", "in silicon")]
     if torch.version.hip is not None:
-        return (*found, ("bf16", "in silicon"))
-    capability = torch.cuda.get_device_capability(index)
+        return tuple((name, "in silicon") for name in ("fp32", "fp16", "bf16"))
+    return tuple(cuda_precisions(torch.cuda.get_device_capability(index)).items())
+
+
+def cuda_precisions(capability: tuple[int, int]) -> dict[str, str]:
+    """The number formats of an NVIDIA GPU of this compute capability, (major, minor), and how it has them.
+
+    >>> list(cuda_precisions((9, 0)))
+    ['fp32', 'fp16', 'tf32', 'bf16', 'fp8']
+    """
+    found = ["fp32", "fp16"]
     if capability >= (8, 0):
-        found += [("tf32", "in silicon"), ("bf16", "in silicon")]
+        found += ["tf32", "bf16"]
     if capability >= (8, 9):
-        found.append(("fp8", "in silicon"))
-    return tuple(found)
+        found.append("fp8")
+    return dict.fromkeys(found, "in silicon")
 
 
 @functools.cache

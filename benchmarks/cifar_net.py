@@ -129,6 +129,15 @@ class Net(nn.Module):
         more = scaled[12 - (self.recipe.features - 24) // 2 :] * self.recipe.again
         return torch.cat((scaled, -scaled, more, -more))
 
+    def has_edge(self, size: int) -> bool:
+        """Whether what a layer makes of `size` x `size` pixels has the padding of the next one, which pools.
+
+        Of odd images a pooling drops the last row and column: with the padding of the first ones only, those are not
+        computed.
+        """
+        where = self.recipe.edges
+        return size % 2 == 1 and (where == "all" or (where == "evaluation" and not self.training))
+
     def through(self, x: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Layers `first` up to and without `last`."""
         r = self.recipe
@@ -143,15 +152,13 @@ class Net(nn.Module):
             if k == 0 and r.first_share < 1:
                 samples = max(round(len(x) * r.first_share), 1)
                 x = first_pooled_norm_silu(x, p, bias, *statistics, samples=samples, **how)
-            else:
-                # the last row and column of odd images are dropped by the pooling: better not computed
-                odd = k % 2 == 1 and k + 1 < len(self.filters) and x.shape[-1] % 2 == 1
-                edge = odd and (r.edges == "all" or (r.edges == "evaluation" and not self.training))
-                x = pooled_norm_silu(
-                    F.conv2d(x, p, padding=0 if self.edged else 1), bias, *statistics,
-                    slope_share=r.slope_share, edge=edge, **how,
-                )  # fmt: skip
-                self.edged = edge
+                continue
+            edge = k % 2 == 1 and k + 1 < len(self.filters) and self.has_edge(x.shape[-1])
+            x = pooled_norm_silu(
+                F.conv2d(x, p, padding=0 if self.edged else 1), bias, *statistics,
+                slope_share=r.slope_share, edge=edge, **how,
+            )  # fmt: skip
+            self.edged = edge
         return x
 
     def end(self, x: torch.Tensor) -> torch.Tensor:

@@ -226,8 +226,13 @@ class Trainer:
         self.loaded.add_(phase.batch)
         return augment_filtered(
             self.sized[phase.size], self.train_labels, index, epoch, self.hows[phase.size], self.net.whiten,
-            seed=self.augment_seed, classes=10, smoothing=self.recipe.smoothing, eager=not self.recipe.kernels,
+            seed=self.augment_seed, classes=10, smoothing=self.recipe.smoothing, edge=self.has_edge(phase.size),
+            eager=not self.recipe.kernels,
         )  # fmt: skip
+
+    def has_edge(self, size: int) -> bool:
+        """Whether whitened images of `size` pixels a side come with the first layer's padding."""
+        return self.recipe.first_share == 1 and self.net.has_edge(size - 1)
 
     def steps(self, phase: Phase, count: int) -> None:
         """So many updates; each makes the next one's batch beside its last work."""
@@ -241,6 +246,7 @@ class Trainer:
         """One update of all layers but the `frozen` first ones; returns the next batch, if there is to be more."""
         x, y = batch
         net = self.net
+        net.edged = self.has_edge(phase.size)
         with self.apart(1):  # the rates, small kernels that nothing needs before the first update
             self.rate.copy_(self.rates.index_select(0, self.counter.view(1))[0])
             self.counter.add_(1)
@@ -325,8 +331,9 @@ class Trainer:
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         x, _ = augment_filtered(
             self.test_images, self.test_labels, index, zero, view, self.net.whiten, seed=0,
-            eager=not self.recipe.kernels,
+            edge=self.has_edge(self.test_images.shape[1]), eager=not self.recipe.kernels,
         )  # fmt: skip
+        self.net.edged = self.has_edge(self.test_images.shape[1])
         return self.forward(x).float()
 
     def record(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:

@@ -119,6 +119,10 @@ def test_a_fixed_first_layer_is_the_convolution_it_stands_for(dtype, eager):
     assert (ours.double() - wanted).norm() / wanted.norm() < (1e-6 if dtype == torch.float32 else 2e-3)
     assert ours.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(targets, y[index])
+    edged, targets = augment_filtered(x, y, index, epoch, how, filters, seed=1, edge=True, eager=eager)
+    assert torch.equal(edged, torch.nn.functional.pad(ours, (1, 0, 1, 0)))
+    assert edged.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(targets, y[index])
 
 
 def test_a_shifted_crop_stays_inside_the_image():

@@ -165,6 +165,7 @@ def augment_filtered(
     seed: int,
     classes: int = 0,
     smoothing: float = 0.0,
+    edge: bool = False,
     eager: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Augmented images through a fixed first layer, silu(conv2d(x, filters)), and their targets.
@@ -173,17 +174,24 @@ def augment_filtered(
 
     Args:
         filters: [O, C, K, K] in channels-last memory; images are rounded to its dtype before it, sums are float32.
+        edge: the result has a row of zeros above and a column of zeros to the left more; see
+            `hotloop.kernels.pooled_norm.pooled_norm_silu`.
 
     Returns:
-        [B, O, H - K + 1, W - K + 1] of the filters' dtype in channels-last memory, and targets as `augment_labelled`.
+        [B, O, H - K + 1, W - K + 1] (each one more with `edge`) of the filters' dtype in channels-last memory, and targets
+        as `augment_labelled`.
     """
     if eager or not _runs_on(images.device):
         x = augment_eager(images, indices, epoch, how, seed=seed, dtype=filters.dtype)
         x = F.silu(F.conv2d(x, filters))
+        if edge:
+            x = F.pad(x, (1, 0, 1, 0))
         return x.contiguous(memory_format=torch.channels_last), targets_eager(
             labels, indices, classes, smoothing
         )
-    return _launch(images, labels, indices, epoch, how, filters, seed, filters.dtype, classes, smoothing)
+    return _launch(
+        images, labels, indices, epoch, how, filters, seed, filters.dtype, classes, smoothing, edge
+    )
 
 
 def targets_eager(
@@ -214,6 +222,7 @@ def _launch(
     dtype: torch.dtype,
     classes: int,
     smoothing: float,
+    edge: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from hotloop.kernels.programs.augment import augment_kernel, filtered_kernel
 
@@ -253,11 +262,11 @@ def _launch(
         return out.permute(0, 3, 1, 2), targets
     filters = filters.contiguous(memory_format=torch.channels_last)
     n_out, K = len(filters), filters.shape[-1]
-    h, w = height - K + 1, width - K + 1
+    h, w = height - K + 1 + edge, width - K + 1 + edge
     out = torch.empty((B, h, w, n_out), device=device, dtype=dtype)
     filtered_kernel[(B, -(-(h * w) // _PIXELS))](
         images, indices, epoch, scale, shift, out, known, targets, filters, *numbers, *kinds,
-        K, n_out, max(_power(C * K * K), 16), max(_power(n_out), 16), _PIXELS,
+        K, int(edge), n_out, max(_power(C * K * K), 16), max(_power(n_out), 16), _PIXELS,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2), targets
 

@@ -124,20 +124,25 @@ def filtered_kernel(
     DOWN: tl.constexpr, RIGHT: tl.constexpr, MIRROR: tl.constexpr,
     TRANSLATE: tl.constexpr, FLIP: tl.constexpr, CUTOUT: tl.constexpr, ZERO: tl.constexpr, JITTER: tl.constexpr,
     EACH: tl.constexpr, LABELLED: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
-    K: tl.constexpr, OUT: tl.constexpr, PATCH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, EDGE: tl.constexpr, OUT: tl.constexpr, PATCH: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK pixels of one augmented image through K x K filters and SiLU; PATCH and COLUMNS are padded."""
+    """One program: BLOCK pixels of one augmented image through K x K filters and SiLU; PATCH and COLUMNS are padded.
+
+    EDGE: 1 for a row of zeros above the result and a column of zeros to its left.
+    """
     row = tl.program_id(0)
     index = tl.load(indices + row)
     now = tl.load(epoch + row * EACH)
-    across: tl.constexpr = OW - K + 1
-    pixels: tl.constexpr = (OH - K + 1) * across
+    across: tl.constexpr = OW - K + 1 + EDGE
+    pixels: tl.constexpr = (OH - K + 1 + EDGE) * across
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, PATCH)
     o = tl.arange(0, COLUMNS)
-    y = (p // across)[:, None] + (k // (C * K))[None, :]
-    x = (p % across)[:, None] + ((k // C) % K)[None, :]
-    valid = (p < pixels)[:, None] & (k < C * K * K)[None, :]
+    y = (p // across - EDGE)[:, None] + (k // (C * K))[None, :]
+    x = (p % across - EDGE)[:, None] + ((k // C) % K)[None, :]
+    inner = (p < pixels) & (p // across >= EDGE) & (p % across >= EDGE)
+    valid = inner[:, None] & (k < C * K * K)[None, :]
     c = (k % C)[None, :] + y * 0
     value = _value(
         images, index, now, y, x, c, valid, scale, shift, seed, brightness, contrast,

@@ -178,8 +178,8 @@ def augment_filtered(
             `hotloop.kernels.pooled_norm.pooled_norm_silu`.
 
     Returns:
-        [B, O, H - K + 1, W - K + 1] (each one more with `edge`) of the filters' dtype in channels-last memory, and targets
-        as `augment_labelled`.
+        [B, O, H - K + 1, W - K + 1] (each one more with `edge`) of the filters' dtype in channels-last memory, and
+        targets as `augment_labelled`.
     """
     if eager or not _runs_on(images.device):
         x = augment_eager(images, indices, epoch, how, seed=seed, dtype=filters.dtype)

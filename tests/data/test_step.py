@@ -34,3 +34,13 @@ def test_errors_come_in_their_turn():
 
 def test_an_empty_source_has_ended():
     assert Ahead(iter(())).ended()
+
+
+def test_the_end_that_was_read_ahead_holds_no_frames():
+    ahead = Ahead(iter([1]))
+    ahead.fill(3)
+    (item, _), (_, end) = ahead._buffer
+    assert item == 1
+    assert isinstance(end, StopIteration)
+    assert end.__traceback__ is None
+    assert end.__context__ is None

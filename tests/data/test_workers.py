@@ -1,3 +1,5 @@
+import gc
+import multiprocessing
 import random
 
 import numpy as np
@@ -195,3 +197,40 @@ def test_streams_in_workers_differ_between_epochs_and_workers_and_are_torch_s_at
             assert torch.stack(found)[:, :, column].unique().numel() == 18
         torch.manual_seed(2)
         assert torch.equal(found[0], torch.stack(list(source())))
+
+
+class Failing(Draws):
+    def __getitem__(self, index):
+        if index == 5:
+            raise OSError("a bad sector")
+        return super().__getitem__(index)
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+
+@pytest.mark.parametrize("source", ["map", "stream", "failing"])
+@pytest.mark.parametrize("taken", [1, 5, 6])
+def test_workers_end_with_the_loop_that_is_left(source, taken, load):
+    """At once, not when the collector comes by: torch then waits seconds for each of them."""
+    made = {"map": Draws, "stream": Counting, "failing": Failing}[source]()
+    loader = load(DataLoader(made, 2, num_workers=2))
+    gc.collect()
+    gc.disable()
+    kept = None
+    try:
+        it = iter(loader)
+        try:
+            for _ in range(taken):
+                next(it)
+        except OSError as error:
+            kept = error  # and with it all frames that it came through
+        if kept is None:
+            assert len(multiprocessing.active_children()) == 2
+        del it
+        assert multiprocessing.active_children() == []
+        assert (kept is not None) == (source == "failing" and taken > 1)
+    finally:
+        gc.enable()

@@ -543,7 +543,7 @@ def test_recordings_read_inputs_and_send_counters_by_themselves(monkeypatch):
         return loss
 
     scale = torch.tensor(1.0, device=loop.device)
-    for i in range(4):
+    for i in range(6):
         # one stretch of memory each, that begins somewhere in the middle of another
         step(whole[i : i + 2], scale)
     (entry,) = step._usual.values()
@@ -552,7 +552,7 @@ def test_recordings_read_inputs_and_send_counters_by_themselves(monkeypatch):
     copied = []
     copy = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: (copied.append(a), copy(*a, **k))[1])
-    step(whole[5:7], scale)
+    step(whole[9:11], scale)
     assert copied == []
     for i in range(4):
         # not one stretch: copied by torch, into a recording of its own

@@ -104,6 +104,10 @@ class Ahead:
             try:
                 buffer.append((next(self._source), None))
                 self.read += 1
+            except StopIteration:
+                # a new one: the frames that this came through hold whoever reads ahead, workers too, until the
+                # collector finds the ring; torch then waits for workers that nobody can tell to end
+                buffer.append((None, StopIteration()))
             except Exception as error:
                 buffer.append((None, error))
 

@@ -159,6 +159,21 @@ def _inner_settings(source: Any, collate: Callable[[Any], Any] | None, pins: boo
     }
 
 
+def _until_left(inner: DataLoader[Any]) -> Iterator[Any]:
+    """What `inner` gives; when the loop is over, or is left, its workers end, unless they are to last.
+
+    Torch ends them when its iterator is freed. After an error that is when the collector comes by, perhaps in the
+    thread that pins, which cannot wait for itself; or when the queues that tell workers to end are closed already, and
+    then torch waits seconds for each.
+    """
+    batches: Any = iter(inner)
+    try:
+        yield from batches
+    finally:
+        if not inner.persistent_workers and hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
+
+
 class MapWorkers:
     """The workers of a map-style loader. Batches come in the order of the tickets, always.
 
@@ -181,7 +196,7 @@ class MapWorkers:
         """One batch for every ticket. Reads tickets ahead, as many as torch's loader prefetches."""
         self._tickets.tickets = tickets
         self._inner.worker_init_fn = WorkerStart(base_seed, self._source.worker_init_fn)
-        return iter(self._inner)
+        yield from _until_left(self._inner)
 
 
 class _WorkerStream(IterableDataset[Any]):
@@ -228,4 +243,4 @@ class StreamWorkers:
                     worker_init_fn=WorkerStart(base_seed, source.worker_init_fn),
                     **_inner_settings(source, source.collate_fn, self._pins),
                 )
-        yield from self._inner
+        yield from _until_left(self._inner)

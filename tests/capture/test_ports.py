@@ -250,6 +250,22 @@ def test_what_is_no_stretch_of_device_memory_is_copied_beside(ported_loop, monke
     assert step._recorder.told == 3
 
 
+def test_a_recording_s_own_input_may_be_given_back(ported_loop):
+    loop = ported_loop()
+    step = loop.capture(lambda x, y: (x.mul_(2), x + y)[1], mode="graph")
+    x, y = torch.ones(2), torch.ones(2)
+    for _ in range(5):
+        step(x.clone(), y)
+    (entry,) = step._usual.values()
+    own, told = entry.inputs[0], step._recorder.told
+    own.fill_(3.0)
+    assert step(own, y).tolist() == [7.0, 7.0]
+    assert step._recorder.told == told + 2
+    ends = {place: address for place, address in entry.recording.ends.items() if place == own.data_ptr()}
+    assert ends
+    assert own.data_ptr() not in ends.values()
+
+
 def test_replays_are_compared_with_the_plain_step(ported_loop):
     loop = ported_loop()
     torch.manual_seed(0)

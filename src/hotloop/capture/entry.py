@@ -67,6 +67,7 @@ class Entry:
         self.effects: list[Callable[[], None]] = []
         self.ports: list[Port | None] = []
         self.landings: list[Landing] = []
+        self._aside: list[torch.Tensor] = []
         self.parameters: list[torch.Tensor] = []
         self.before: list[torch.Tensor | None] = []
         self.gradients: list[torch.Tensor | None] | None = None
@@ -162,8 +163,13 @@ class Entry:
         """
         inputs = self.inputs
         if self.ports:
+            self._aside.clear()
             for port, place, tensor in zip(self.ports, inputs, tensors, strict=True):
                 if port is not None:
+                    if tensor is place:
+                        # what a copy of memory onto itself does, nobody promises
+                        tensor = place.clone()
+                        self._aside.append(tensor)
                     port(tensor.data_ptr())
                 elif tensor is not place:
                     place.copy_(tensor, non_blocking=True)

@@ -11,7 +11,7 @@ import torch
 
 from hotloop.capture.ports import Port, PortError, Ports, ports_work
 from hotloop.hardware.gate import RECORDING_GATE
-from hotloop.hardware.recording import mend_failed_recording
+from hotloop.hardware.recording import mend_failed_recording, run_on
 
 __all__ = ["CudaRecorder", "CudaRecording", "Recorder", "Recording"]
 
@@ -105,19 +105,14 @@ class CudaRecorder:
 
     runs_while_recording = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device) if stream is None else stream
         self._pool: Any = None
 
     def warm(self, work: Callable[[], Any]) -> Any:
         """See `Recorder.warm`. On the stream that will record, so that autograd's nodes belong to it."""
-        outer = torch.cuda.current_stream(self._device)
-        self.stream.wait_stream(outer)
-        with torch.cuda.stream(self.stream):
-            result = work()
-        outer.wait_stream(self.stream)
-        return result
+        return run_on(self.stream, work)
 
     @property
     def ports(self) -> bool:

@@ -1,13 +1,40 @@
-"""What a recording of device work that failed leaves behind in torch, put right."""
+"""The stream that device work is recorded on, and what a recording that failed leaves behind in torch, put right."""
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
-__all__ = ["mend_failed_recording"]
+__all__ = ["mend_failed_recording", "recording_stream", "run_on"]
+
+
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of this process on which work of a CUDA `device` with exchanges between processes is recorded.
+
+    Autograd runs the gradient accumulation of a parameter on the stream on which its node was made, and
+    DistributedDataParallel makes and keeps those nodes when it is built: what is to be recorded has to be made here.
+    """
+    return _stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
+
+
+def run_on(stream: torch.cuda.Stream, work: Callable[[], Any]) -> Any:
+    """Do `work` on `stream`, in order with what the current stream did before and does after; gives its result."""
+    outer = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        result = work()
+    outer.wait_stream(stream)
+    return result
 
 
 def mend_failed_recording(stream: torch.cuda.Stream) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hotloop.errors import SettingError
+from hotloop.hardware.recording import recording_stream
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.session import Session
 from hotloop.loop.updates import ResidentUpdates
@@ -142,7 +143,9 @@ class LoopHost:
         if self._recorder is None:
             from hotloop.capture import CudaRecorder
 
-            self._recorder = CudaRecorder(self.device)
+            # of one process the stream is its own: loops in several threads may record at a time
+            shared = recording_stream(self.device) if self._window.processes.world > 1 else None
+            self._recorder = CudaRecorder(self.device, shared)
         return self._recorder
 
     def _records_collectives(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from hotloop.hardware.processes import Processes
+from hotloop.hardware.recording import recording_stream, run_on
 from hotloop.parallel.plan import Plan
 
 __all__ = ["make_replica"]
@@ -27,7 +29,8 @@ def make_replica(module: nn.Module, device: torch.device, processes: Processes, 
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     renamed: dict[str, Any] = {buffers: plan.broadcast_buffers}
-    return DistributedDataParallel(
+    make = functools.partial(
+        DistributedDataParallel,
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=plan.find_unused_parameters,
@@ -36,3 +39,4 @@ def make_replica(module: nn.Module, device: torch.device, processes: Processes, 
         gradient_as_bucket_view=True,
         **renamed,
     )
+    return run_on(recording_stream(device), make) if plan.capture and device.type == "cuda" else make()

@@ -6,14 +6,15 @@ FOLDER holds train.pt and test.pt as airbench writes them. NAMEs are variants, o
 precisions, routes and compiled; a wrong one lists them. The test set judges.
 
 Where accuracy differs (schedules, sizes, precisions), a variant is run at the recipe's length and then longer or
-shorter, until its means lie on both sides of 94 % or it has had three lengths. Seconds to 94 % are then a line through
-mean seconds over mean accuracies, with half a 95 % interval of a bootstrap over seeds; a variant whose means all lie on
-one side gets none. The recipe's rates were found with a falling line: other schedules are tried with other peaks too,
-three seeds each, and the best of them counts. Full float32 is run at the recipe's length alone.
+shorter, until its means lie on both sides of 94 % or it has had three lengths; one that misses 94 % by more than half a
+point is run at 1.6 times the length alone. Seconds to 94 % are then a line through mean seconds over mean accuracies,
+with half a 95 % interval of a bootstrap over seeds; a variant whose means all lie on one side gets none. The recipe's
+rates were found with its own course: other schedules are tried with other peaks too, three seeds each, and the best of
+them counts. A peak times a factor is that of all rates, weight decay's coefficients stay. Full float32 is run at the
+recipe's length alone.
 
 Where arithmetic is the same but for rounding (routes, compiled), all are made at first and their runs interleaved at
-the recipe's length: seconds, and accuracy as a check. These leave out what torch's own operations do not have, a
-gradient of the first filters from a share of the batch, and freeze nothing.
+the recipe's length: seconds, and accuracy as a check. On torch's kernels layers pad for themselves, as one writes it.
 
 The clock is that of `benchmarks.cifar_to_accuracy`, warm: compiling and recording are left out, and shown apart.
 """
@@ -21,7 +22,6 @@ The clock is that of `benchmarks.cifar_to_accuracy`, warm: compiling and recordi
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
@@ -73,16 +73,16 @@ GROUPS: dict[str, dict[str, list[dict[str, Any]]]] = {
     },
 }
 
-SAME: dict[str, Any] = {"first_share": 1.0, "frozen": ()}
+PLAIN: dict[str, Any] = {"kernels": False, "edges": "none"}
 ROUTES: dict[str, dict[str, Any]] = {
-    "eager on torch's kernels": {"capture": "eager", "kernels": False, "beside": False},
-    "graph on torch's kernels": {"kernels": False},
+    "eager on torch's kernels": PLAIN | {"capture": "eager", "beside": False},
+    "graph on torch's kernels": PLAIN,
     "eager on Triton's kernels": {"capture": "eager", "beside": False},
     "graph on Triton's kernels": {},
 }
 COMPILED: dict[str, dict[str, Any]] = {
-    "compiled": {"capture": "compile", "kernels": False, "beside": False},
-    "compiled and graph": {"capture": "full", "kernels": False},
+    "compiled": PLAIN | {"capture": "compile", "beside": False},
+    "compiled and graph": PLAIN | {"capture": "full"},
 }
 BESIDE_COMPILED = "graph on torch's kernels"
 
@@ -91,17 +91,38 @@ def stretched(recipe: Recipe, by: float) -> Recipe:
     return replace(recipe, sizes=tuple((e * by, s) for e, s in recipe.sizes))
 
 
-def runs_of(recipe: Recipe, data: Data, seeds: range) -> tuple[list[Outcome], float]:
-    """Outcomes of the recipe with each seed, and seconds that recording took."""
-    trainer = Trainer(recipe, data)
-    trainer.prepare()
-    trainer.run(0)
-    outcomes = [trainer.run(seed) for seed in seeds]
-    made = trainer.made_s
-    del trainer
-    gc.collect()
-    torch.cuda.empty_cache()
-    return outcomes, made
+class Bench:
+    """Trainers on one data set; what differs in schedule or rates alone shares one, for its graphs read a table."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+        self.made: dict[tuple[Recipe, bool], Trainer] = {}
+
+    def trainer(self, recipe: Recipe) -> Trainer:
+        """Recorded, run once, and set to the recipe's rates."""
+        same = {name: getattr(BEST, name) for name in ("schedule", "filter_rate", "bias_rate", "head_rate")}
+        shared = replace(recipe, **same)
+        key = shared, torch.backends.cudnn.allow_tf32  # a recording keeps it
+        trainer = self.made.get(key)
+        if trainer is None:
+            trainer = self.made[key] = Trainer(shared, self.data)
+            trainer.prepare()
+            trainer.run(0)
+        trainer.recipe = recipe
+        trainer.rates.copy_(trainer.table())
+        return trainer
+
+
+def mean_accuracy(outcomes: list[Outcome]) -> float:
+    """Percent."""
+    return 100 * statistics.mean(o.accuracy for o in outcomes)
+
+
+def more_lengths(accuracy: float) -> tuple[float, ...]:
+    """Factors of the epochs to run after the recipe's own gave this accuracy."""
+    if accuracy >= TARGET:
+        return (0.8, 0.65)
+    return (1.25, 1.6) if TARGET - accuracy < 0.5 else (1.6,)
 
 
 def seconds_to_target(points: list[list[Outcome]]) -> tuple[float, float] | None:
@@ -111,14 +132,14 @@ def seconds_to_target(points: list[list[Outcome]]) -> tuple[float, float] | None
     """
 
     def solve(lengths: list[list[Outcome]]) -> float | None:
-        x = [100 * statistics.mean(o.accuracy for o in outcomes) for outcomes in lengths]
+        x = [mean_accuracy(outcomes) for outcomes in lengths]
         y = [statistics.mean(o.seconds for o in outcomes) for outcomes in lengths]
         if len(set(x)) < 2:
             return None
         slope, start = statistics.linear_regression(x, y)
         return start + slope * TARGET
 
-    means = [100 * statistics.mean(o.accuracy for o in outcomes) for outcomes in points]
+    means = [mean_accuracy(outcomes) for outcomes in points]
     if not min(means) <= TARGET <= max(means):
         return None
     found = solve(points)
@@ -133,18 +154,21 @@ def seconds_to_target(points: list[list[Outcome]]) -> tuple[float, float] | None
 
 
 def measure(
-    name: str, changes: list[dict[str, Any]], data: Data, seeds: int, spent: Callable[[], bool]
+    name: str, changes: list[dict[str, Any]], bench: Bench, seeds: int, spent: Callable[[], bool]
 ) -> list[Figure]:
     """Figures of a variant: each length run, and seconds to the target where that lies between them."""
     figures: list[Figure] = []
 
     def run(recipe: Recipe, title: str, chosen: range) -> list[Outcome]:
-        outcomes, made = runs_of(recipe, data, chosen)
+        began = time.perf_counter()
+        trainer = bench.trainer(recipe)
+        made = time.perf_counter() - began
+        outcomes = [trainer.run(seed) for seed in chosen]
         found = summary(title, outcomes)
         print(
             f"  {title:44} {found[0].value:7.3f} +- {found[0].spread or float('nan'):.3f} %  "
             f"{found[1].value:.4f} +- {found[1].spread or float('nan'):.4f} s  n={len(outcomes)}, "
-            f"recorded in {made:.1f} s",
+            f"made in {made:.1f} s",
             flush=True,
         )
         return outcomes
@@ -157,24 +181,24 @@ def measure(
         factor = change.get("filter_rate", BEST.filter_rate) / BEST.filter_rate
         said = f"{name}, peaks x {factor:g}" if len(changes) > 1 else name
         tried.append((change, said, run(replace(BEST, **change), said, few)))
-    change, said, first = max(tried, key=lambda row: statistics.mean(o.accuracy for o in row[2]))
+    change, said, first = max(tried, key=lambda row: mean_accuracy(row[2]))
     recipe = replace(BEST, **change)
     if len(first) < seeds and not spent():
         first = first + run(recipe, f"{said}, more seeds", range(len(few) + 1, seeds + 1))
     lengths = {1.0: first}
-    short = 100 * statistics.mean(o.accuracy for o in first) < TARGET
-    for by in () if name == "float32" else (1.25, 1.6) if short else (0.8, 0.65):
+    short = mean_accuracy(first) < TARGET
+    for by in () if name == "float32" else more_lengths(mean_accuracy(first)):
         if spent():
             print(f"  {said}, epochs x {by:g}: not run, time is up", flush=True)
             break
         lengths[by] = run(stretched(recipe, by), f"{said}, epochs x {by:g}", range(1, seeds + 1))
-        if (100 * statistics.mean(o.accuracy for o in lengths[by]) < TARGET) != short:
+        if (mean_accuracy(lengths[by]) < TARGET) != short:
             break
     for by, outcomes in sorted(lengths.items()):
         figures += summary(f"{said}, epochs x {by:g}", outcomes)
     found = seconds_to_target(list(lengths.values()))
     if found is None and len(lengths) > 1:
-        best = max(100 * statistics.mean(o.accuracy for o in outcomes) for outcomes in lengths.values())
+        best = max(map(mean_accuracy, lengths.values()))
         longest = max(statistics.mean(o.seconds for o in outcomes) for outcomes in lengths.values())
         what = (
             f"not reached: at most {best:.2f} % within {longest:.2f} s"
@@ -188,15 +212,15 @@ def measure(
     return figures
 
 
-def routes(names: list[str], data: Data, seeds: int) -> list[Figure]:
-    """Seconds and accuracy of each route, runs interleaved."""
+def routes(names: list[str], data: Data, seeds: int, spent: Callable[[], bool]) -> list[Figure]:
+    """Seconds and accuracy of each route: rounds of one run of each in random order."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     made: dict[str, Trainer] = {}
     figures: list[Figure] = []
     for name in names:
         began = time.perf_counter()
         try:
-            trainer = Trainer(replace(BEST, **SAME, **(ROUTES | COMPILED)[name]), data)
+            trainer = Trainer(replace(BEST, **(ROUTES | COMPILED)[name]), data)
             if name in COMPILED:
                 # each shape apart: what is compiled for any shape is slower
                 trainer.forward = torch.compile(trainer.net, dynamic=False)
@@ -209,11 +233,15 @@ def routes(names: list[str], data: Data, seeds: int) -> list[Figure]:
         took = time.perf_counter() - began
         figures.append(Figure(f"{name}: compiling, recording and one run", took, "s"))
         print(f"  {name}: compiled, recorded and run once in {took:.1f} s", flush=True)
-    turns = [name for name in made for _ in range(seeds)]
-    random.Random(0).shuffle(turns)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in made}
-    for seed, name in enumerate(turns, 1):
-        outcomes[name].append(made[name].run(seed))
+    rng = random.Random(0)
+    for seed in range(1, seeds + 1):
+        # two of each at least: one run has no spread
+        if seed > 2 and spent():
+            print(f"  {seeds - seed + 1} rounds not run, time is up", flush=True)
+            break
+        for name in rng.sample(list(made), len(made)):
+            outcomes[name].append(made[name].run(seed))
     for name, found in outcomes.items():
         figures += summary(name, found)
     for figure in figures:
@@ -228,7 +256,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", default="schedules,sizes,precisions,routes,compiled")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600, help="no new length is begun after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="no new length or round is begun after so many"
+    )
     parser.add_argument("--quick", action="store_true", help="two seeds: a check that it runs, not a figure")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda")
@@ -243,22 +273,27 @@ def main() -> None:
         raise SystemExit(f"{unknown} are not known; there are {[*groups, *variants, *ROUTES, *COMPILED]}")
     torch.backends.cudnn.benchmark = True
     data = tuple(t.to(args.device) for t in read_cifar(args.data))
+    bench = Bench(data)
+
+    def spent() -> bool:
+        return time.perf_counter() - began > args.seconds
+
     seeds = 2 if args.quick else args.seeds
     figures: list[Figure] = []
     for name in wanted:
         if name in variants:
-            if time.perf_counter() - began > args.seconds:
+            if spent():
                 print(f"  {name}: not run, time is up", flush=True)
                 continue
             try:
                 # full float32 takes several times as long, and differs from tf32 by rounding
                 few = min(seeds, 2) if name == "float32" else seeds
-                figures += measure(
-                    name, variants[name], data, few, lambda: time.perf_counter() - began > args.seconds
-                )
+                figures += measure(name, variants[name], bench, few, spent)
             except Exception:
                 traceback.print_exc()
-    figures += routes(list(dict.fromkeys(name for name in wanted if name not in variants)), data, seeds)
+    figures += routes(
+        list(dict.fromkeys(name for name in wanted if name not in variants)), data, seeds, spent
+    )
     report("CIFAR-10, one thing changed at a time", figures, args.json)
 
 

@@ -1,6 +1,6 @@
 """What each part of the CIFAR-10 recipe is worth: seconds to 94 % with one thing changed at a time.
 
-    python -m benchmarks.cifar_ablation --data FOLDER [--only NAME,...] [--seeds 5] [--seconds 150] [--json FILE]
+    python -m benchmarks.cifar_ablation --data FOLDER [--only NAME,...] [--seeds 5] [--lengths 3] [--json FILE]
 
 FOLDER holds train.pt and test.pt as airbench writes them. NAMEs are variants, or the groups schedules, sizes,
 precisions, routes and compiled; a wrong one lists them. The test set judges.
@@ -73,7 +73,7 @@ GROUPS: dict[str, dict[str, list[dict[str, Any]]]] = {
     },
 }
 
-PLAIN: dict[str, Any] = {"kernels": False, "edges": "none"}
+PLAIN: dict[str, Any] = {"kernels": False, "edges": False}
 ROUTES: dict[str, dict[str, Any]] = {
     "eager on torch's kernels": PLAIN | {"capture": "eager", "beside": False},
     "graph on torch's kernels": PLAIN,
@@ -154,9 +154,9 @@ def seconds_to_target(points: list[list[Outcome]]) -> tuple[float, float] | None
 
 
 def measure(
-    name: str, changes: list[dict[str, Any]], bench: Bench, seeds: int, spent: Callable[[], bool]
+    name: str, changes: list[dict[str, Any]], bench: Bench, seeds: int, most: int, spent: Callable[[], bool]
 ) -> list[Figure]:
-    """Figures of a variant: each length run, and seconds to the target where that lies between them."""
+    """Figures of a variant: each length run, `most` of them, and seconds to the target where that lies between."""
     figures: list[Figure] = []
 
     def run(recipe: Recipe, title: str, chosen: range) -> list[Outcome]:
@@ -187,7 +187,7 @@ def measure(
         first = first + run(recipe, f"{said}, more seeds", range(len(few) + 1, seeds + 1))
     lengths = {1.0: first}
     short = mean_accuracy(first) < TARGET
-    for by in () if name == "float32" else more_lengths(mean_accuracy(first)):
+    for by in more_lengths(mean_accuracy(first))[: most - 1]:
         if spent():
             print(f"  {said}, epochs x {by:g}: not run, time is up", flush=True)
             break
@@ -287,8 +287,8 @@ def main() -> None:
                 continue
             try:
                 # full float32 takes several times as long, and differs from tf32 by rounding
-                few = min(seeds, 2) if name == "float32" else seeds
-                figures += measure(name, variants[name], bench, few, spent)
+                few, most = (min(seeds, 2), 1) if name == "float32" else (seeds, args.lengths)
+                figures += measure(name, variants[name], bench, few, most, spent)
             except Exception:
                 traceback.print_exc()
     figures += routes(

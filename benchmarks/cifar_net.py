@@ -1,18 +1,18 @@
-"""The network and the settings of the CIFAR-10 recipe (`benchmarks.cifar_recipe`)."""
+"""The network, the settings and the phases of the CIFAR-10 recipe (`benchmarks.cifar_recipe`)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotloop.kernels.pooled_norm import first_pooled_norm_silu, global_max, pooled_norm_silu
+from hotloop.kernels.pooled_norm import global_max, pooled_norm_silu
 
-__all__ = ["BEST", "COLD", "DEEP", "MEAN", "STD", "Net", "Recipe"]
+__all__ = ["BEST", "DEEP", "MEAN", "STD", "Net", "Phase", "Recipe", "phases_of"]
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 DEEP = 2
@@ -24,7 +24,6 @@ class Recipe:
     """All that a run depends on beside the data and the seed."""
 
     sizes: tuple[tuple[float, int], ...] = ((7.6, 32),)  # (epochs, pixels a side), in turn
-    crops: bool = False  # smaller images are crops, not resized
     batch: int = 1536
     filter_rate: float = 0.205
     filter_momentum: float = 0.655
@@ -39,31 +38,17 @@ class Recipe:
     widths: tuple[int, int, int] = (64, 256, 256)
     norm_momentum: float = 0.4434
     schedule: str = "linear"
-    warm: float = 0.0  # share of the steps in which the rate rises
+    power: float = 1.0  # the line of the rates, to this power
     final: float = 0.0  # the rate's end, a share of its peak
     tta_share: float = 0.2
     tta_shifts: int = 1
-    tta_views: int = 6
-    tta_centre: float = 0.0  # share of the two views that are not moved; 0 for that of all alike
     dtype: str = "float16"
     kernels: bool = True
     muon_kernels: bool = True
-    gram: bool = True  # Muon's iteration on Gram matrices
-    masters: bool = False  # filters are kept in float32
     capture: str = "graph"  # eager, graph, compile, full
-    first_share: float = 1.0  # of a batch, which the gradient of the first filters is summed over
-    edges: str = "all"  # where layers make the next one's padding: all, evaluation, none
-    slope_share: float = 1.0  # of a batch, which the norms' own part of gradients is estimated from
-    frozen: tuple[tuple[float, tuple[int, ...]], ...] = ()
-    # (from this share of the steps, of how many first layers the weights stay in each step, in turn)
-    small_batch: int = 0  # of images below 32 pixels; 0 for the same
-    small_rate: float = 1.0  # what rates are multiplied by there
-    power: float = 1.0  # the line of the rates, to this power
-    last_momentum: float | None = None  # the filters' at the end, on a line
-    unroll: int = 16  # steps of one graph
+    edges: bool = True  # layers make the next one's padding where that saves work
+    unroll: int = 24  # steps of one graph
     beside: bool = True  # deep updates and the next batch beside other work
-    load_early: bool = True  # beside the last layer's backward pass, not after it
-    own_end: bool = True  # the last pooling, the head and the loss by one kernel
     ns_steps: int = 3
     features: int = 24  # of the first layer: 24 whitened ones, and the strongest of them once more
     again: float = 2.0  # by what those are larger
@@ -76,9 +61,6 @@ class Recipe:
 
 BEST = Recipe(sizes=((4.75, 24), (4.75, 32)), features=32, smoothing=0.15, bias_rate=0.09, tta_share=0.3)
 """Settings found on held-out training images; sizes and lengths from the ablation, which the test set judged."""
-
-COLD = replace(BEST, kernels=False, capture="eager", beside=False)
-"""The same recipe with torch's own kernels alone, which are there at once."""
 
 
 class Net(nn.Module):
@@ -95,9 +77,8 @@ class Net(nn.Module):
         a, b, c = recipe.widths
         plan = [(recipe.features, a), (a, a), (a, b), (b, b), (b, c), (c, c)]
         dtype = recipe.type
-        kept = torch.float32 if recipe.masters else dtype
         self.filters = nn.ParameterList(
-            nn.Parameter(torch.empty(o, i, 3, 3, dtype=kept).to(memory_format=torch.channels_last))
+            nn.Parameter(torch.empty(o, i, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
             for i, o in plan
         )
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(o)) for _, o in plan)
@@ -135,28 +116,19 @@ class Net(nn.Module):
         Of odd images a pooling drops the last row and column: with the padding of the first ones only, those are not
         computed.
         """
-        where = self.recipe.edges
-        return size % 2 == 1 and (where == "all" or (where == "evaluation" and not self.training))
+        return size % 2 == 1 and self.recipe.edges
 
     def through(self, x: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Layers `first` up to and without `last`."""
         r = self.recipe
         for k in range(first, last):
-            p, bias = self.filters[k].to(x.dtype), self.biases[k]
+            p, bias = self.filters[k], self.biases[k]
             n = len(bias)
-            how: dict[str, Any] = {
-                "pool": k % 2 == 0, "training": self.training, "momentum": r.norm_momentum, "eps": 1e-12,
-                "eager": not r.kernels,
-            }  # fmt: skip
-            statistics = self.means[k, :n], self.variances[k, :n]
-            if k == 0 and r.first_share < 1:
-                samples = max(round(len(x) * r.first_share), 1)
-                x = first_pooled_norm_silu(x, p, bias, *statistics, samples=samples, **how)
-                continue
             edge = k % 2 == 1 and k + 1 < len(self.filters) and self.has_edge(x.shape[-1])
             x = pooled_norm_silu(
-                F.conv2d(x, p, padding=0 if self.edged else 1), bias, *statistics,
-                slope_share=r.slope_share, edge=edge, **how,
+                F.conv2d(x, p, padding=0 if self.edged else 1), bias, self.means[k, :n], self.variances[k, :n],
+                pool=k % 2 == 0, training=self.training, momentum=r.norm_momentum, eps=1e-12, edge=edge,
+                eager=not r.kernels,
             )  # fmt: skip
             self.edged = edge
         return x
@@ -169,3 +141,27 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of what the whitening layer made, [n, features, size - 1, size - 1]."""
         return self.end(self.through(x, 0, len(self.filters)))
+
+
+@dataclass
+class Phase:
+    """Steps of one kind, and the replays of their graphs by number of steps, once recorded."""
+
+    size: int
+    steps: int
+    graphs: dict[int, Callable[[], None]] = field(default_factory=dict, repr=False)
+
+    def counts(self, unroll: int) -> list[int]:
+        """How many steps each graph has, in turn."""
+        return [unroll] * (self.steps // unroll) + ([self.steps % unroll] if self.steps % unroll else [])
+
+
+def phases_of(recipe: Recipe, n: int) -> list[Phase]:
+    """A run over n images, parted wherever the size changes; what a phase rounds off, the next one makes up for."""
+    phases: list[Phase] = []
+    due = 0.0
+    for epochs, size in recipe.sizes:
+        due += epochs * n / recipe.batch
+        phases.append(Phase(size, round(due)))
+        due -= phases[-1].steps
+    return [p for p in phases if p.steps]

@@ -99,10 +99,7 @@ def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class PlainRun:
-    """The same recipe in plain PyTorch: a loop of eager or compiled forwards, torch's SGD, Muon matrix by matrix.
-
-    What a recipe's `first_share` leaves out of the first filters' gradient is in it here.
-    """
+    """The same recipe in plain PyTorch: a loop of eager or compiled forwards, torch's SGD, Muon matrix by matrix."""
 
     def __init__(self, recipe: Recipe, data: tuple[torch.Tensor, ...], *, compiled: bool = False) -> None:
         self.recipe = recipe
@@ -145,12 +142,12 @@ class PlainRun:
         ]
         return torch.cat(parts).contiguous(memory_format=torch.channels_last)
 
-    def share(self, k: int, total: int, size: int) -> float:
+    def share(self, k: int, total: int) -> float:
         """What the peak rates are multiplied by at update k."""
         r = self.recipe
-        if r.schedule != "linear" or r.warm:
+        if r.schedule != "linear":
             raise ValueError("the plain peer knows a line down alone")
-        return ((1 - k / total) ** r.power * (1 - r.final) + r.final) * (r.small_rate if size < 32 else 1.0)
+        return (1 - k / total) ** r.power * (1 - r.final) + r.final
 
     def run(self, seed: int) -> Outcome:
         r, net = self.recipe, self.net
@@ -178,24 +175,19 @@ class PlainRun:
         net.whiten.weight.data.copy_(torch.cat((scaled, -scaled, more, -more)))
         x = torch.where((torch.rand(len(x), device=self.device) < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
         total = sum(phase.steps for phase in self.phases)
-        last = r.filter_momentum if r.last_momentum is None else r.last_momentum
         k, epoch, at, size = 0, 0, len(x), 0
         for phase in self.phases:
             if phase.size != size:
                 size = phase.size
                 padded = F.pad(self.smaller(x, size), (r.translate,) * 4, "reflect")
                 at = len(x)  # a new size begins a new pass
-            for i in range(phase.steps):
-                if at + phase.batch > len(x):
+            for _ in range(phase.steps):
+                if at + r.batch > len(x):
                     seen = self.augmented(padded, epoch)
                     order = torch.randperm(len(x), device=self.device)
                     at, epoch = 0, epoch + 1
-                index = order[at : at + phase.batch]
-                at += phase.batch
-                frozen = phase.frozen[i % len(phase.frozen)]
-                for number, (p, bias) in enumerate(zip(filters, biases, strict=True)):
-                    p.requires_grad_(number >= frozen)
-                    bias.requires_grad_(number >= frozen)
+                index = order[at : at + r.batch]
+                at += r.batch
                 loss = F.cross_entropy(
                     self.forward(seen[index]).float(),
                     self.train_labels[index],
@@ -203,13 +195,12 @@ class PlainRun:
                     reduction="sum",
                 )
                 loss.backward()
-                share = self.share(k, total, size)
-                momentum = r.filter_momentum + k / total * (last - r.filter_momentum)
+                share, momentum = self.share(k, total), r.filter_momentum
                 for group, rate in zip(sgd.param_groups, (r.bias_rate, r.head_rate), strict=True):
                     group["lr"] = rate * share
                 sgd.step()
                 with torch.no_grad():
-                    for p, m in list(zip(filters, buffers, strict=True))[frozen:]:
+                    for p, m in zip(filters, buffers, strict=True):
                         m.mul_(momentum).add_(p.grad, alpha=1 - momentum)
                         g = p.grad.lerp(m, momentum)
                         p.mul_(math.sqrt(len(p)) / p.norm())

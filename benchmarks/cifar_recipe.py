@@ -11,34 +11,38 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.cifar_end import end_and_back, end_takes
-from benchmarks.cifar_net import BEST, COLD, DEEP, MEAN, STD, Net, Recipe
+from benchmarks.cifar_muon import Filters, muon_agrees
+from benchmarks.cifar_net import BEST, DEEP, MEAN, STD, Net, Phase, Recipe, phases_of
 from hotloop.data import resize_images
 from hotloop.kernels.augment import Augment, augment, augment_filtered
-from hotloop.optim import Muon
 
 __all__ = [
     "BEST",
-    "COLD",
     "MEAN",
     "STD",
+    "Filters",
     "Net",
     "Outcome",
     "Phase",
     "Recipe",
     "Trainer",
     "muon_agrees",
+    "phases_of",
     "read_cifar",
 ]
+
+
+VIEWS = 6
+"""Of the least certain test images: straight and mirrored, where they are and moved along a diagonal."""
 
 
 def read_cifar(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,36 +52,6 @@ def read_cifar(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
         found = torch.load(folder / f"{split}.pt", weights_only=True)
         parts += [found["images"], found["labels"]]
     return parts[0], parts[1], parts[2], parts[3]
-
-
-class Filters:
-    """Muon for filters that keep the norm of a matrix with orthonormal rows: sqrt(outputs)."""
-
-    def __init__(
-        self,
-        parameters: list[torch.Tensor],
-        rate: torch.Tensor,
-        momentum: torch.Tensor | float,
-        recipe: Recipe,
-    ) -> None:
-        self.parameters = parameters
-        p = parameters[0]
-        self.muon = Muon(
-            parameters, rate, 0.0, momentum, ns_coefficients=(3.4576, -4.7391, 2.0843),
-            ns_steps=recipe.ns_steps, adjust_lr_fn="none", master=False, unit_rows=True,
-            ns_dtype=torch.float16 if recipe.dtype == "float16" and p.is_cuda else None,
-            fused=recipe.kernels and recipe.muon_kernels and p.is_cuda,
-        )  # fmt: skip
-        if not recipe.gram:
-            self.muon._by_gram = False
-
-    def reset(self) -> None:
-        for state in self.muon.state.values():
-            for value in state.values():
-                value.zero_()
-
-    def step(self) -> None:
-        self.muon.step()
 
 
 class Trainer:
@@ -92,12 +66,12 @@ class Trainer:
         self.augment_seed = seed
         self.phases = phases_of(recipe, self.n)
         self.total = sum(p.steps for p in self.phases)
-        seen = sum(p.steps * p.batch for p in self.phases)
+        seen = self.total * recipe.batch
         self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loaded = torch.zeros((), dtype=torch.int64, device=self.device)
         self.order = torch.zeros(seen, dtype=torch.int64, device=self.device)
         self.epochs = torch.zeros(seen, dtype=torch.int64, device=self.device)
-        self.places = torch.arange(max(p.batch for p in self.phases), device=self.device)
+        self.places = torch.arange(recipe.batch, device=self.device)
         self.rates = self.table().to(self.device)
         self.rate = torch.zeros(self.rates.shape[1], device=self.device)
         decay = recipe.decay * recipe.batch
@@ -111,10 +85,9 @@ class Trainer:
         for p in (*self.net.biases, self.net.head):
             self.sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
         filters: list[torch.Tensor] = list(self.net.filters)
-        momentum = recipe.filter_momentum if recipe.last_momentum is None else self.rate[3]
         # what may be updated apart: each early layer, and all deep ones
         self.muons = [
-            Filters(part, self.rate[0], momentum, recipe)
+            Filters(part, self.rate[0], recipe.filter_momentum, recipe)
             for part in [*([p] for p in filters[:DEEP]), filters[DEEP:]]
         ]
         cuda = self.device.type == "cuda"
@@ -127,14 +100,7 @@ class Trainer:
         if recipe.capture in ("compile", "full"):
             self.forward = torch.compile(self.net)
         self.sized: dict[int, torch.Tensor] = {32: self.train_images}
-        self.hows = {32: self.how}
         for size in {s for _, s in recipe.sizes} - {32}:
-            self.hows[size] = self.how
-            if recipe.crops:
-                reach = max(recipe.translate, (32 - size) // 2)
-                self.hows[size] = replace(self.how, crop=size, translate=reach)
-                self.sized[size] = self.train_images
-                continue
             self.sized[size] = torch.empty(self.n, size, size, 3, dtype=torch.uint8, device=self.device)
         self.right = torch.zeros((), device=self.device)
         self.plain_right = torch.zeros((), device=self.device)
@@ -148,27 +114,19 @@ class Trainer:
         self.made_s = 0.0
 
     def table(self) -> torch.Tensor:
-        """Rates of filters, biases and head, and the filters' momentum, at each step: float32 [steps, 4]."""
+        """Rates of filters, biases and head at each step: float32 [steps, 3]."""
         r = self.recipe
         t = torch.arange(self.total, dtype=torch.float64) / max(self.total, 1)
         if r.schedule == "linear":
             f = (1 - t) ** r.power * (1 - r.final) + r.final
         elif r.schedule == "one_cycle":
-            rise, cosine = r.warm or 0.2, lambda u: (1 - torch.cos(math.pi * u)) / 2
+            rise, cosine = 0.2, lambda u: (1 - torch.cos(math.pi * u)) / 2
             f = torch.where(t < rise, 0.1 + 0.9 * cosine(t / rise), 1 - cosine((t - rise) / (1 - rise)))
         elif r.schedule == "step":
             f = torch.where(t < 0.5, 1.0, torch.where(t < 0.8, 0.2, 0.04))
         else:
             f = torch.ones_like(t)
-        if r.schedule == "linear" and r.warm:
-            f = torch.where(
-                t < r.warm, (t + 1 / self.total) / r.warm, 1 - (t - r.warm) / (1 - r.warm) * (1 - r.final)
-            )
-        small = torch.cat([torch.full((p.steps,), float(p.size < 32)) for p in self.phases])
-        f = f * (1 + small * (r.small_rate - 1))
-        last = r.filter_momentum if r.last_momentum is None else r.last_momentum
-        momentum = r.filter_momentum + t * (last - r.filter_momentum)
-        return torch.stack([f * r.filter_rate, f * r.bias_rate, f * r.head_rate, momentum], 1).float()
+        return torch.stack([f * r.filter_rate, f * r.bias_rate, f * r.head_rate], 1).float()
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -221,49 +179,41 @@ class Trainer:
 
     def load(self, phase: Phase) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch, augmented and through the first layer, and its targets."""
-        at = self.places[: phase.batch] + self.loaded
+        at = self.places + self.loaded
         index, epoch = self.order.index_select(0, at), self.epochs.index_select(0, at)
-        self.loaded.add_(phase.batch)
+        self.loaded.add_(len(at))
         return augment_filtered(
-            self.sized[phase.size], self.train_labels, index, epoch, self.hows[phase.size], self.net.whiten,
-            seed=self.augment_seed, classes=10, smoothing=self.recipe.smoothing, edge=self.has_edge(phase.size),
+            self.sized[phase.size], self.train_labels, index, epoch, self.how, self.net.whiten,
+            seed=self.augment_seed, classes=10, smoothing=self.recipe.smoothing, edge=self.net.has_edge(phase.size - 1),
             eager=not self.recipe.kernels,
         )  # fmt: skip
-
-    def has_edge(self, size: int) -> bool:
-        """Whether whitened images of `size` pixels a side come with the first layer's padding."""
-        return self.recipe.first_share == 1 and self.net.has_edge(size - 1)
 
     def steps(self, phase: Phase, count: int) -> None:
         """So many updates; each makes the next one's batch beside its last work."""
         batch = self.load(phase)
         for i in range(count):
-            batch = self.step(batch, phase, phase.frozen[i % len(phase.frozen)], i + 1 < count)
+            batch = self.step(batch, phase, i + 1 < count)
 
     def step(
-        self, batch: tuple[torch.Tensor, torch.Tensor], phase: Phase, frozen: int, more: bool
+        self, batch: tuple[torch.Tensor, torch.Tensor], phase: Phase, more: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One update of all layers but the `frozen` first ones; returns the next batch, if there is to be more."""
+        """One update; returns the next batch, if there is to be more."""
         x, y = batch
         net = self.net
-        net.edged = self.has_edge(phase.size)
+        net.edged = net.has_edge(phase.size - 1)
         with self.apart(1):  # the rates, small kernels that nothing needs before the first update
             self.rate.copy_(self.rates.index_select(0, self.counter.view(1))[0])
             self.counter.add_(1)
-        parts: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # input and result of what is differentiated apart
+        # input and result of what is differentiated apart
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.recipe.capture in ("compile", "full"):
             self.backward_of(self.forward(x), y)
         else:
-            with torch.no_grad():
-                x = net.through(x, 0, frozen)
-            cuts = [*range(frozen, DEEP + 1), len(net.filters)]
-            for first, last in pairwise(cuts):
-                inner = x if first == frozen else x.detach().requires_grad_()
+            for first, last in pairwise([*range(DEEP + 1), len(net.filters)]):
+                inner = x if first == 0 else x.detach().requires_grad_()
                 x = net.through(inner, first, last)
                 parts.append((inner, x))
-            if self.recipe.kernels and self.recipe.own_end and end_takes(x, net.head):
+            if self.recipe.kernels and end_takes(x, net.head):
                 dx, slopes, largest = end_and_back(x.detach(), net.head.detach(), y)
                 with self.apart(0):
                     count, channels = net.head.shape
@@ -273,12 +223,12 @@ class Trainer:
                 self.backward_of(net.end(x), y)
         for stream in self.aside[1:]:
             torch.cuda.current_stream().wait_stream(stream)
-        updates = [muon.step for muon in self.muons[frozen:]]
+        updates = [muon.step for muon in self.muons]
         following = batch
         for left, ((inner, _), (_, result)) in enumerate(zip(parts[:0:-1], parts[-2::-1], strict=True)):
             with self.apart(0):
                 updates.pop()()
-            if more and self.recipe.load_early and left == len(parts) - 2:
+            if more and left == len(parts) - 2:
                 with self.apart(1):
                     following = self.load(phase)
             result.backward(inner.grad)
@@ -304,7 +254,7 @@ class Trainer:
         """Batches that an evaluation of n images takes."""
         batch = self.recipe.batch
         again = max(round(n * self.recipe.tta_share / batch), 1)
-        return -(-n // batch) + again * (self.recipe.tta_views - 1)
+        return -(-n // batch) + again * (VIEWS - 1)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -317,13 +267,11 @@ class Trainer:
         count = min(round(n * self.recipe.tta_share / batch) * batch, n) or min(batch, n)
         unsure = logits.softmax(1).amax(1).topk(count, largest=False, sorted=False).indices
         s = self.recipe.tta_shifts
-        moves = [(0, 0), (-s, -s), (s, s)] + [(-s, s), (s, -s)] * (self.recipe.tta_views == 10)
+        moves = [(0, 0), (-s, -s), (s, s)]
         views = [replace(self.plain, offset=move, mirror=m) for move in moves for m in (False, True)]
         seen = [logits[unsure]]  # the first view's
         seen += [torch.cat([self.look(part, view) for part in unsure.split(batch)]) for view in views[1:]]
-        moved = torch.stack(seen[2:]).mean(0)
-        centre = self.recipe.tta_centre or 2 / len(views)
-        logits.index_copy_(0, unsure, (seen[0] + seen[1]) * (centre / 2) + moved * (1 - centre))
+        logits.index_copy_(0, unsure, torch.stack(seen).mean(0))
         self.right.copy_((logits.argmax(1) == self.test_labels).sum())
 
     def look(self, index: torch.Tensor, view: Augment) -> torch.Tensor:
@@ -331,9 +279,9 @@ class Trainer:
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         x, _ = augment_filtered(
             self.test_images, self.test_labels, index, zero, view, self.net.whiten, seed=0,
-            edge=self.has_edge(self.test_images.shape[1]), eager=not self.recipe.kernels,
+            edge=self.net.has_edge(self.test_images.shape[1] - 1), eager=not self.recipe.kernels,
         )  # fmt: skip
-        self.net.edged = self.has_edge(self.test_images.shape[1])
+        self.net.edged = self.net.has_edge(self.test_images.shape[1] - 1)
         return self.forward(x).float()
 
     def record(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
@@ -355,7 +303,7 @@ class Trainer:
         with torch.cuda.stream(stream):
             self.net.train()
             for phase in self.phases:
-                self.steps(phase, 2 * len(phase.frozen))
+                self.steps(phase, 2)
                 self.counter.zero_()
                 self.loaded.zero_()
                 for count in phase.counts(self.recipe.unroll):
@@ -414,48 +362,10 @@ class Trainer:
         return took[0], took[1:-1], took[-1]
 
 
-@dataclass
-class Phase:
-    """Steps of one kind, and the replays of their graphs by number of steps, once recorded."""
-
-    size: int
-    steps: int
-    batch: int
-    frozen: tuple[int, ...]
-    graphs: dict[int, Callable[[], None]] = field(default_factory=dict, repr=False)
-
-    def counts(self, unroll: int) -> list[int]:
-        """How many steps each graph has, in turn; whole rounds of `frozen` in all but the last."""
-        most = max(unroll // len(self.frozen), 1) * len(self.frozen)
-        return [most] * (self.steps // most) + ([self.steps % most] if self.steps % most else [])
-
-
 @cache
 def streams_aside() -> list[torch.cuda.Stream]:
     """For updates, whose small kernels go first, and for batches; of the process, since torch hands out few."""
     return [torch.cuda.Stream(priority=-1), torch.cuda.Stream()]
-
-
-def phases_of(recipe: Recipe, n: int) -> list[Phase]:
-    """A run over n images, parted wherever size, batch or what is frozen changes; frozen's shares are of samples."""
-    total = sum(epochs for epochs, _ in recipe.sizes)
-    freezing = recipe.frozen or ((0.0, (0,)),)
-    if freezing[0][0] > 0:
-        freezing = ((0.0, (0,)), *freezing)
-    phases: list[Phase] = []
-    began, due = 0.0, 0.0
-    for epochs, size in recipe.sizes:
-        batch = recipe.small_batch if recipe.small_batch and size < 32 else recipe.batch
-        for i, (share, frozen) in enumerate(freezing):
-            until = freezing[i + 1][0] * total if i + 1 < len(freezing) else total
-            length = min(until, began + epochs) - max(share * total, began)
-            if length > 0:
-                due += length * n / batch
-                steps = round(due)
-                due -= steps
-                phases.append(Phase(size, steps, batch, frozen))
-        began += epochs
-    return [p for p in phases if p.steps]
 
 
 @dataclass(frozen=True)
@@ -465,23 +375,3 @@ class Outcome:
     accuracy: float
     plain: float
     seconds: float
-
-
-def muon_agrees() -> bool:
-    """Whether Muon's kernels make here the updates that torch's operations make, within float16's rounding."""
-    found = []
-    for kernels in (True, False):
-        torch.manual_seed(0)
-        parameters: list[torch.Tensor] = [
-            nn.Parameter(torch.randn(o, i, 3, 3, device="cuda").half().to(memory_format=torch.channels_last))
-            for i, o in ((24, 64), (32, 64), (64, 64), (64, 256), (256, 256))
-        ]
-        start = [p.detach().float().clone() for p in parameters]
-        rate = torch.tensor(0.2, device="cuda")
-        filters = Filters(parameters, rate, 0.655, Recipe(muon_kernels=kernels))
-        for _ in range(3):
-            for p in parameters:
-                p.grad = torch.randn_like(p) * 100
-            filters.step()
-        found.append([p.detach().float() - s for p, s in zip(parameters, start, strict=True)])
-    return all(bool((a - b).norm() < 0.05 * b.norm()) for a, b in zip(*found, strict=True))

@@ -89,7 +89,7 @@ def measure(name: str, fields: dict[str, Any], seeds: int, data: tuple[torch.Ten
         looks = trainer.looks(TEST) / trainer.looks(len(data[2]))
         row["whole"] = row["seconds"] + ((scale - 1) * sum(phases) + (looks - 1) * evaluation) / 1000
         steps = " ".join(
-            f"{p.size}px{p.frozen}:{took / p.steps:.3f}x{p.steps * scale:.0f}"
+            f"{p.size}px:{took / p.steps:.3f}x{p.steps * scale:.0f}"
             for p, took in zip(trainer.phases, phases, strict=True)
         )
         row["where"] = f"reset {reset:.1f} {steps} evaluation {evaluation * looks:.1f} ms"

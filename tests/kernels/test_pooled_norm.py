@@ -6,7 +6,7 @@ from torch import nn
 
 from hotloop.errors import KernelError
 from hotloop.kernels.language import runs_on
-from hotloop.kernels.pooled_norm import first_pooled_norm_silu, global_max, pooled_norm_silu
+from hotloop.kernels.pooled_norm import global_max, pooled_norm_silu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 programs = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no programs here")
@@ -65,50 +65,6 @@ def test_the_programs_are_the_twin_within_rounding(shape, pool):
         assert (a - b).norm() / b.norm() < bound
 
 
-def first(samples, eager, dtype=torch.float32):
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 3, 7, 7, generator=g).to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
-    filters = torch.randn(64, 3, 3, 3, generator=g).to(DEVICE, dtype)
-    filters = filters.contiguous(memory_format=torch.channels_last).requires_grad_()
-    bias = torch.randn(64, generator=g).to(DEVICE).requires_grad_()
-    mean, var = torch.zeros(64, device=DEVICE), torch.ones(64, device=DEVICE)
-    out = first_pooled_norm_silu(
-        x, filters, bias, mean, var, samples=samples, pool=True, training=True, eager=eager
-    )
-    slope = torch.randn(out.shape, generator=g).to(DEVICE, dtype)
-    return {"x": x, "filters": filters, "bias": bias, "mean": mean, "var": var, "out": out}, slope
-
-
-def test_a_first_layer_learns_from_its_samples_alone():
-    found, slope = first(3, True)
-    found["out"].backward(slope)
-    whole, _ = first(4, True)
-    whole["out"].backward(slope)
-    assert torch.equal(found["out"], whole["out"])
-    assert torch.equal(found["bias"].grad, whole["bias"].grad)
-    # the same by hand: the gradient at the convolution's output, and of that three samples' share
-    x, filters, bias = (found[name].detach() for name in ("x", "filters", "bias"))
-    y = nn.functional.conv2d(x, filters, padding=1).requires_grad_()
-    norm = nn.BatchNorm2d(64, affine=False).to(DEVICE)
-    nn.functional.silu(norm(nn.functional.max_pool2d(y, 2)) + bias[:, None, None]).backward(slope)
-    patches = nn.functional.unfold(x[:3], 3, padding=1)
-    wanted = torch.einsum("nop,nkp->ok", y.grad[:3].flatten(2), patches).view_as(filters)
-    assert torch.allclose(found["filters"].grad, wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(whole["filters"].grad, wanted, rtol=1e-2, atol=1e-2)
-
-
-@programs
-@pytest.mark.parametrize("samples", [1, 3, 4])
-def test_a_first_layers_programs_are_the_twin_within_rounding(samples):
-    results = []
-    for eager in (False, True):
-        found, slope = first(samples, eager, torch.float16)
-        found["out"].backward(slope)
-        results.append([found["out"].detach(), found["filters"].grad, found["bias"].grad, found["mean"]])
-    for ours, twin in zip(*results, strict=True):
-        assert (ours.double() - twin.double()).norm() < 4e-3 * twin.double().norm()
-
-
 @programs
 @pytest.mark.parametrize("shape", [(5, 10, 3, 3), (33, 64, 2, 2), (17, 70, 1, 1), (3, 8, 4, 2)])
 def test_the_largest_value_and_its_gradient_are_torchs(shape):
@@ -127,28 +83,6 @@ def test_the_largest_value_and_its_gradient_are_torchs(shape):
     first = (flat == flat.amax(2, keepdim=True)).int().argmax(2, keepdim=True)
     assert torch.equal(results[0][1].flatten(2), torch.zeros_like(flat).scatter(2, first, slope[..., None]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=programs)])
-@pytest.mark.parametrize("pool", [True, False])
-def test_sums_of_some_samples_stand_for_those_of_all(pool, eager):
-    """Where the counted half of a batch is the other half once more, the estimates are exact; else they are its own."""
-    g = torch.Generator().manual_seed(0)
-    half = (torch.randn(3, 64, 6, 6, generator=g)).to(DEVICE)
-    slope = torch.randn(3, 64, *((3, 3) if pool else (6, 6)), generator=g).to(DEVICE)
-    found = {}
-    for name, given, share in (("all", slope, 1.0), ("half", slope, 0.5), ("other", -slope, 0.5)):
-        x = torch.cat((half, half)).contiguous(memory_format=torch.channels_last).requires_grad_()
-        bias = torch.zeros(64, device=DEVICE, requires_grad=True)
-        statistics = torch.zeros(64, device=DEVICE), torch.ones(64, device=DEVICE)
-        out = pooled_norm_silu(x, bias, *statistics, pool=pool, training=True, slope_share=share, eager=eager)
-        out.backward(torch.cat((slope, given)).contiguous(memory_format=torch.channels_last))
-        found[name] = (out.detach(), *statistics, x.grad, bias.grad)
-    for a, b in zip(found["all"], found["half"], strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
-    # the first half's gradient knows nothing of what lies in the second
-    assert torch.allclose(found["other"][3][:3], found["half"][3][:3], rtol=1e-4, atol=1e-5)
-    assert torch.allclose(found["other"][4], found["half"][4], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=programs)])

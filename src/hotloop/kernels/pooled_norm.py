@@ -18,7 +18,6 @@ from hotloop.errors import KernelError
 
 __all__ = [
     "PooledNormSiLU",
-    "first_pooled_norm_silu",
     "global_max",
     "pooled_norm_silu",
     "pooled_norm_silu_eager",
@@ -35,7 +34,6 @@ def pooled_norm_silu(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    slope_share: float = 1.0,
     edge: bool = False,
     eager: bool = False,
 ) -> torch.Tensor:
@@ -45,8 +43,6 @@ def pooled_norm_silu(
         x: [N, C, H, W], float16, bfloat16 or float32; C a multiple of 64 for the kernel.
         bias, running_mean, running_var: float32 [C]; the running ones are updated when `training`.
         momentum: share of the new in the running statistics, as torch has it.
-        slope_share: share of the samples, the first ones, that the sums of the backward pass are estimated from: the
-            bias's gradient and what the statistics take from that of x. Of a shuffled batch, the same with more noise.
         edge: the result has a row of zeros above and a column of zeros to the left more. A convolution of 3 x 3 without
             padding then has all but the last row and column of the padded one's, which a pooling of odd images drops.
             Not with `pool`.
@@ -62,59 +58,13 @@ def pooled_norm_silu(
     if eager or C % 64 or not _runs_on(x.device) or (not training and _learns(x, bias)):
         return pooled_norm_silu_eager(
             x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps,
-            slope_share=slope_share, edge=edge,
+            edge=edge,
         )  # fmt: skip
     x = x.contiguous(memory_format=torch.channels_last)
     if not training:
         return _infer(x, bias, running_mean, running_var, pool, eps, edge)
-    share = _counted(len(x), slope_share)
-    result: torch.Tensor = _PooledNorm.apply(
-        x, bias, running_mean, running_var, pool, momentum, eps, share, edge
-    )
+    result: torch.Tensor = _PooledNorm.apply(x, bias, running_mean, running_var, pool, momentum, eps, edge)
     return result
-
-
-def first_pooled_norm_silu(
-    x: torch.Tensor,
-    filters: torch.Tensor,
-    bias: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    *,
-    samples: int,
-    pool: bool,
-    training: bool,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    eager: bool = False,
-) -> torch.Tensor:
-    """`pooled_norm_silu` of conv2d(x, filters) at the bottom of a network, whose filters learn from some samples only.
-
-    The gradient of a first layer's filters is a product with long sums and short rows, the slowest of a small
-    network. Here it is summed over the first `samples` of the batch: of a shuffled batch, the same gradient with more
-    noise. The bias learns from all of them, statistics are of all of them, and x gets no gradient.
-
-    Args:
-        x: [N, I, H, W], with no need of a gradient.
-        filters: [C, I, K, K] of x's dtype, K odd: height and width stay.
-        samples: 1 to N.
-        bias, running_mean, running_var, pool, training, momentum, eps, eager: as in `pooled_norm_silu`.
-    """
-    edge = filters.shape[-1] // 2
-    settings: dict[str, Any] = {"pool": pool, "training": training, "momentum": momentum, "eps": eps}
-    kernels = not eager and len(filters) % 64 == 0 and _runs_on(x.device)
-    if training and kernels and torch.is_grad_enabled():
-        result: torch.Tensor = _FirstPooledNorm.apply(
-            x, filters, bias, running_mean, running_var, samples, pool, momentum, eps
-        )
-        return result
-    if torch.is_grad_enabled() and samples < len(x):
-        learnt = F.conv2d(x[:samples], filters, padding=edge)
-        y = torch.cat((learnt, F.conv2d(x[samples:], filters.detach(), padding=edge)))
-    else:
-        y = F.conv2d(x, filters, padding=edge)
-    y = y.contiguous(memory_format=torch.channels_last)
-    return pooled_norm_silu(y, bias, running_mean, running_var, **settings, eager=eager)
 
 
 def global_max(x: torch.Tensor, *, eager: bool = False) -> torch.Tensor:
@@ -180,60 +130,22 @@ def pooled_norm_silu_eager(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    slope_share: float = 1.0,
     edge: bool = False,
 ) -> torch.Tensor:
     """`pooled_norm_silu` in torch's own operations, in float32 after the pooling."""
     beyond = (1, 0, 1, 0) if edge else (0, 0, 0, 0)
     pooled = F.max_pool2d(x, 2) if pool else x
-    count = _counted(len(x), slope_share)
-    if training and count < len(x):
-        wide = pooled.float()
-        normal = F.batch_norm(wide.detach(), running_mean, running_var, None, None, True, momentum, eps)
-        deviation = (wide.detach().var((0, 2, 3), correction=0) + eps).sqrt()
-        z: torch.Tensor = _EstimatedNorm.apply(wide, normal, deviation, bias, count)
-        return F.pad(F.silu(z).to(x.dtype), beyond)
     # bias apart: torch 2.11 on CUDA cannot differentiate a norm that has a bias and no weight
     z = F.batch_norm(pooled.float(), running_mean, running_var, None, None, training, momentum, eps)
     return F.pad(F.silu(z + bias[:, None, None]).to(x.dtype), beyond)
 
 
-class _EstimatedNorm(torch.autograd.Function):
-    """A norm's result, known already, with the gradient that `slope_share` describes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        normal: torch.Tensor,
-        deviation: torch.Tensor,
-        bias: torch.Tensor,
-        count: int,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(normal, deviation)
-        ctx.count = count
-        return normal + bias[:, None, None]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        normal, deviation = ctx.saved_tensors
-        first, own = gradient[: ctx.count], normal[: ctx.count]
-        one = first.mean((0, 2, 3))
-        two = (first * own).mean((0, 2, 3))
-        dx = (gradient - one[:, None, None] - normal * two[:, None, None]) / deviation[:, None, None]
-        return dx, None, None, one * (gradient.numel() // len(one)), None
-
-
-def _counted(samples: int, share: float) -> int:
-    return min(max(round(samples * share), 1), samples)
-
-
 # Pixels and channels of a tile, and warps.
 _TILES = {
-    "pool_and_sum": (64, 64, 8),
-    "scale_and_gate": (64, 64, 8),
-    "slope_and_sum": (64, 64, 8),
-    "slope_and_scatter": (64, 64, 8),
+    "pool_and_sum": (16, 64, 4),
+    "scale_and_gate": (32, 64, 4),
+    "slope_and_sum": (32, 64, 8),
+    "slope_and_scatter": (32, 64, 4),
 }
 _BR, _ADD_BC, _ADD_WARPS = 256, 8, 8
 _MOST_PIXELS, _BN, _BC = 64, 16, 64
@@ -273,7 +185,7 @@ def _forward(
     pool: bool,
     momentum: float,
     eps: float,
-    edge: bool = False,
+    edge: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(result, pooled x, which of each window was taken, [mean, 1 / deviation])."""
     from hotloop.kernels.programs import pooled_norm as programs
@@ -325,17 +237,14 @@ def _backward(
     statistics: torch.Tensor,
     bias: torch.Tensor,
     size: torch.Size,
-    samples: int,
-    counted: int,
-    edge: bool = False,
+    edge: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the first `samples` of x [N, C, *size], and of the bias; sums are of the first `counted`."""
+    """Gradients of x [N, C, *size] and of the bias."""
     from hotloop.kernels.programs import pooled_norm as programs
 
-    C, (H, W) = pooled.shape[1], size
+    (N, C), (H, W) = pooled.shape[:2], size
     gradient = gradient.contiguous(memory_format=torch.channels_last)
-    each = pooled.numel() // C // len(pooled)
-    pixels = counted * each
+    pixels = pooled.numel() // C
     summing, scattering = _tile("slope_and_sum", C), _tile("slope_and_scatter", C)
     rows, columns, turns = _share(pixels, C, summing, pooled.device)
     partial = torch.empty((rows, 2, C), device=pooled.device)
@@ -349,14 +258,14 @@ def _backward(
         num_warps=_ADD_WARPS,
     )  # fmt: skip
     dx = torch.empty(
-        (samples, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
+        (N, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
     )
-    windows = samples * (each if which is None else ((H + 1) // 2) * ((W + 1) // 2))
+    windows = pixels if which is None else N * ((H + 1) // 2) * ((W + 1) // 2)
     programs.slope_and_scatter[(-(-windows // scattering[0]), C // scattering[1])](
         pooled, gradient, statistics, bias, sums, pooled if which is None else which, dx, windows, pixels,
         H, W, C, which is not None, edge, _is_fast(pooled), *scattering[:2], num_warps=scattering[2],
     )  # fmt: skip
-    return dx, sums[0] if counted == len(pooled) else sums[0] * (len(pooled) / counted)
+    return dx, sums[0]
 
 
 class _PooledNorm(torch.autograd.Function):
@@ -370,53 +279,18 @@ class _PooledNorm(torch.autograd.Function):
         pool: bool,
         momentum: float,
         eps: float,
-        counted: int,
         edge: bool,
     ) -> torch.Tensor:
         out, *saved = _forward(x, bias, running_mean, running_var, pool, momentum, eps, edge)
         ctx.save_for_backward(*saved, bias)
-        ctx.shape, ctx.counted, ctx.edge = x.shape, counted, edge
+        ctx.shape, ctx.edge = x.shape, edge
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pooled, which, statistics, bias = ctx.saved_tensors
-        dx, own = _backward(
-            gradient, pooled, which, statistics, bias, ctx.shape[2:], len(pooled), ctx.counted, ctx.edge
-        )
-        return dx, own, None, None, None, None, None, None, None
-
-
-class _FirstPooledNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        filters: torch.Tensor,
-        bias: torch.Tensor,
-        running_mean: torch.Tensor,
-        running_var: torch.Tensor,
-        samples: int,
-        pool: bool,
-        momentum: float,
-        eps: float,
-    ) -> torch.Tensor:
-        y = F.conv2d(x, filters, padding=filters.shape[-1] // 2)
-        y = y.contiguous(memory_format=torch.channels_last)
-        out, *saved = _forward(y, bias, running_mean, running_var, pool, momentum, eps)
-        ctx.save_for_backward(x[:samples], filters, *saved, bias)
-        ctx.shape = y.shape
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, filters, pooled, which, statistics, bias = ctx.saved_tensors
-        dy, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], len(x), len(pooled))
-        edge = filters.shape[-1] // 2
-        _, slope, _ = torch.ops.aten.convolution_backward(
-            dy, x, filters, None, [1, 1], [edge, edge], [1, 1], False, [0, 0], 1, [False, True, False]
-        )
-        return None, slope, own, None, None, None, None, None, None
+        dx, own = _backward(gradient, pooled, which, statistics, bias, ctx.shape[2:], ctx.edge)
+        return dx, own, None, None, None, None, None, None
 
 
 class _GlobalMax(torch.autograd.Function):

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cifar_cold import cold
 from benchmarks.cifar_recipe import BEST, Outcome, Trainer, read_cifar
 from benchmarks.harness import Figure, report
 
@@ -131,6 +130,8 @@ def main() -> None:
             if part == "warm":
                 found = warm(args.data, data, runs, peers, args.compiled)
             else:
+                from benchmarks.cifar_cold import cold
+
                 kinds = ["floor", "graph", "cuda", "plain", "airbench"]
                 found = [
                     f

@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", default="schedules,sizes,precisions,routes,compiled")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--lengths", type=int, default=3, help="of a variant, at most")
     parser.add_argument(
         "--seconds", type=float, default=600, help="no new length or round is begun after so many"
     )

@@ -368,10 +368,14 @@ def test_the_end_of_the_right_copy_is_set(driver):
         (22, 3, b.data_ptr(), 2000, 77),
         (22, 4, 3000, b.data_ptr(), 77),
     ]
-    found.code = 1
     port = ports.of(b, c, "dst")
-    with pytest.raises(PortError, match="error 1"):
-        port(4000)
+    port(2000)
+    port(2000)
+    assert len(found.set) == 4  # where it leads already, it is left
+    found.code = 1
+    for _ in range(2):
+        with pytest.raises(PortError, match="error 1"):
+            port(4000)
 
 
 def test_what_is_not_one_copy_is_no_port(driver):

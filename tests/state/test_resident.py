@@ -1,5 +1,7 @@
 """The step's state as an accelerator has it, here on the CPU: flags, counters, and the host's bounded lead."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -111,6 +113,73 @@ def test_pace_counts_refusals_from_the_first_row():
     pace.restart([3.0, 0.0, 0.0, 0.0])
     assert pace.known == (0, [3.0, 0.0, 0.0, 0.0])
     assert list(pace.drain()) == []
+
+
+class Event:
+    """Stands for the end of an update's work on the device."""
+
+    def __init__(self, pace):
+        self.pace, self.asked, self.waited, self.work = pace, 0, 0, None
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.asked += 1
+        return self.work is None
+
+    def synchronize(self):
+        self.waited += 1
+        self.work()
+
+
+def write(address, value):
+    ctypes.c_float.from_address(address).value = value
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_row_that_a_recording_writes_tells_that_it_has_come(whole):
+    pace = Pace(CPU, 2)
+    events = pace._events = [Event(pace), Event(pace)]
+    written = []
+    for value in (0.0, 0.0, 1.0, 1.0):
+        address = pace.address(0)
+        assert address not in written
+        written.append(address)
+        write(address, value)
+        pace.mark(None, None, tells=not whole)
+    assert pace.known == (2, [0.0] * 4)
+    # of a row of several numbers one may have come before the others
+    assert sum(event.asked for event in events) == (2 if whole else 0)
+    assert [known[1][0] for known in pace.drain()] == [1.0, 1.0]
+
+
+def test_a_row_that_has_not_come_is_waited_for():
+    pace = Pace(CPU, 2)
+    first, second = pace._events = [Event(pace), Event(pace)]
+    address = pace.address(0)
+    first.work = lambda: write(address, 1.0)
+    pace.mark(None, None, tells=True)
+    write(pace.address(0), 1.0)
+    pace.mark(None, None, tells=True)
+    assert (first.waited, pace.known[0]) == (0, 0)
+    write(pace.address(0), 1.0)
+    pace.mark(None, None, tells=True)
+    assert (first.waited, second.asked) == (1, 0)
+    assert pace.known == (1, [1.0, 0.0, 0.0, 0.0])
+
+
+def test_rows_written_for_several_updates_ahead_keep_apart():
+    pace = Pace(CPU, 2)
+    for step in range(12):
+        rows = [pace.address(ahead) for ahead in range(3)]
+        for number, row in enumerate(rows):
+            write(row, float(3 * step + number))
+        for _ in rows:
+            pace.mark(None, None, tells=True)
+            if pace.known[0]:
+                assert pace.known[1][0] == pace.known[0] - 1
+    assert pace.known[0] == 34
 
 
 def scaled(nonfinite="stop", initial=8.0):

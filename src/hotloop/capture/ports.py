@@ -99,13 +99,17 @@ class Ports:
             raise PortError(f"{len(found)} recorded copies lead from {ends[0]:#x} to {ends[1]:#x}")
         node, copy = found[0]
         set_ends, execution, context = self._set, self._execution, self._context
-        field, reference = copy.field(end), ctypes.byref(copy)
+        field, reference, last = copy.field(end), ctypes.byref(copy), 0
 
         def port(address: int) -> None:
+            nonlocal last
+            if address == last:
+                return
             setattr(copy, field, address)
             code = set_ends(execution, node, reference, context)
             if code:
                 raise PortError(f"error {code} of the CUDA driver in setting an end of a recorded copy")
+            last = address
 
         return port
 
@@ -127,7 +131,8 @@ def can_be_port(outside: torch.Tensor, inside: torch.Tensor) -> bool:
 @functools.cache
 def _driver() -> Any:
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        # the calls are over in microseconds: other threads need not be let in meanwhile
+        driver = ctypes.PyDLL("libcuda.so.1")
         for name in (
             "cuGraphGetNodes",
             "cuGraphNodeGetType",

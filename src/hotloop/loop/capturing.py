@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -171,16 +170,19 @@ class LoopHost:
 
     def ready(self) -> None:
         """Learning rates on the device, masters that agree with their parameters."""
-        groups = [u.optimizer.param_groups for u in self._preparer.updates]
-        # another list of groups comes with a state that was loaded
-        if len(groups) != len(self._rated) or not all(map(operator.is_, groups, self._rated)):
-            self._rate_on_device()
-            self._rated = groups
-        for updates in self._preparer.updates:
-            masters = masters_of(updates.optimizer)
+        listed, rated = self._preparer.updates, self._rated
+        same = len(listed) == len(rated)
+        for updates, groups in zip(listed, rated, strict=False):
+            optimizer = updates.optimizer
+            # another list of groups comes with a state that was loaded
+            same = same and optimizer.param_groups is groups
+            masters = masters_of(optimizer)
             if masters is not None:
                 # weights loaded since the last replay: a recording knows only what it wrote itself
                 masters.refresh()
+        if not same:
+            self._rate_on_device()
+            self._rated = [updates.optimizer.param_groups for updates in listed]
         for group, rate in self._rates:
             lr = group["lr"]
             if lr is not rate and not isinstance(lr, torch.Tensor):

@@ -192,7 +192,10 @@ class ResidentState:
         self, counted: torch.Tensor | None, verdict: Verdict, landing: Landing | None = None
     ) -> None:
         """Send what `count` returned to the host, and wait if the host is too far ahead."""
-        self._pace.mark(counted if landing is None or landing.aim is None else None, verdict)
+        if landing is None or landing.aim is None:
+            self._pace.mark(counted, verdict)
+        else:
+            self._pace.mark(None, verdict, tells=landing.single)
 
     def after_step(self, effect: Callable[[], None]) -> None:
         """Do what the host has to do for a step: now, or after each replay if the step is being captured."""
@@ -275,19 +278,22 @@ class Pace:
         self._addresses = [row.data_ptr() for row in self._rows]
         self._first = [row[0] for row in self._rows]
         self._values = self._rows.numpy()
+        self._numbers: Any = self._values.reshape(-1).data
         self._events: list[Any] = [
             torch.Event(device) if device.type != "cpu" else None for _ in range(depth)
         ]
         self._owners: list[Verdict | None] = [None] * depth
+        # the row says itself that it has come: it began with a number that no counter is
+        self._tells = [False] * depth
         self._marks = 0
         self.known: tuple[int, list[float]] = (0, [0.0] * 4)
         self.since_nonzero = 0
 
-    def mark(self, counts: torch.Tensor | None, owner: Verdict | None = None) -> None:
+    def mark(self, counts: torch.Tensor | None, owner: Verdict | None = None, *, tells: bool = False) -> None:
         """Queue a copy of `counts` (float32 [4] or 0-d) behind this update's work; wait for `depth` updates ago.
 
-        Without `counts`, the copy is queued already, or there is none. `owner` is told of the refusals that the copy
-        shows to be new.
+        Without `counts`, the copy is queued already, or there is none; with `tells` it is of one number, to where
+        `address` said. `owner` is told of the refusals that the copy shows to be new.
         """
         depth = len(self._events)
         slot = self._marks % depth
@@ -297,6 +303,7 @@ class Pace:
             row = self._marks % len(self._addresses)
             (self._whole if counts.dim() else self._first)[row].copy_(counts, non_blocking=True)
         self._owners[slot] = owner
+        self._tells[slot] = tells
         event = self._events[slot]
         if event is not None:
             event.record()
@@ -307,8 +314,10 @@ class Pace:
         return self._spare[number] if number < _SPARE else None
 
     def address(self, ahead: int) -> int:
-        """Where the row of the update lies that comes after `ahead` others."""
-        return self._addresses[(self._marks + ahead) % len(self._addresses)]
+        """Where the row of the update lies that comes after `ahead` others; a recording is about to write it."""
+        row = (self._marks + ahead) % len(self._addresses)
+        self._numbers[4 * row] = -1.0
+        return self._addresses[row]
 
     def drain(self) -> Iterator[tuple[int, list[float]]]:
         """Wait for every update marked, in order; yields what `known` then is."""
@@ -324,11 +333,13 @@ class Pace:
         self._rows.zero_()
 
     def _hear(self, mark: int) -> None:
-        slot = mark % len(self._events)
+        slot, number = mark % len(self._events), mark % len(self._addresses)
         event = self._events[slot]
-        if event is not None and not event.query():
+        # asking the row takes a tenth of the time that asking the event does
+        come = self._tells[slot] and self._numbers[4 * number] >= 0.0
+        if not come and event is not None and not event.query():
             event.synchronize()
-        row: list[float] = self._values[mark % len(self._addresses)].tolist()
+        row: list[float] = self._values[number].tolist()
         owner = self._owners[slot]
         if owner is not None and row[0] > self.known[1][0]:
             owner.heard += int(row[0] - self.known[1][0])

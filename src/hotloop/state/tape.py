@@ -15,12 +15,14 @@ class Landing:
     Attributes:
         counts: what is copied.
         spare: where the recording had it copied to.
+        single: it is of one number, which arrives whole.
         ahead: how many updates of the same step come before this one.
         aim: says the address of the row for the next replay; None until the recording can be told.
     """
 
     def __init__(self, counts: torch.Tensor, spare: torch.Tensor, ahead: int) -> None:
         self.counts = counts
+        self.single = counts.dim() == 0
         self.spare = spare
         self.ahead = ahead
         self.aim: Callable[[int], None] | None = None

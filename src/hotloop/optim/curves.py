@@ -11,7 +11,7 @@ __all__ = ["Curve", "Mark", "draw_page", "draw_svg", "draw_text"]
 
 # Dot of a braille character by (column, row) inside it.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed")
+_COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#0891b2", "#be185d")
 
 
 @dataclass(frozen=True)

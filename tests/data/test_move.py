@@ -1,12 +1,15 @@
 import dataclasses
+import importlib
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hotloop.data import count_samples, move
+from hotloop.data.move import pin_tensor
 
 Pair = namedtuple("Pair", ["x", "y"])
 META = torch.device("meta")
@@ -149,3 +152,74 @@ def test_objects_that_move_themselves_in_place():
 )
 def test_samples_are_counted_on_the_first_tensor_or_list(batch, count):
     assert count_samples(batch) == count
+
+
+@pytest.fixture
+def page_locked(monkeypatch):
+    """Page-locked memory is asked for by name, and is plain memory; what torch would pin itself is listed."""
+    by_torch = []
+
+    def new_pinned(shape, dtype, stride=None):
+        made = torch.empty(shape, dtype=dtype)
+        return made if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+
+    # `hotloop.data.move` is the function
+    monkeypatch.setattr(importlib.import_module("hotloop.data.move"), "new_pinned", new_pinned)
+    monkeypatch.setattr("hotloop.data.fetch.new_pinned", new_pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: (by_torch.append(self), self.clone())[1])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, *_: False)
+    return by_torch
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64], ids=str
+)
+def test_pinning_without_torch_s_threads_copies_every_byte(dtype, page_locked):
+    rows = torch.randint(0, 2**31, (40_000,)).to(dtype).reshape(200, 1, 200)
+    found = pin_tensor(rows)
+    assert page_locked == []
+    assert torch.equal(found, rows)
+    assert (found.dtype, found.stride()) == (dtype, rows.stride())
+    assert found.data_ptr() != rows.data_ptr()
+
+
+def test_what_one_thread_does_not_copy_torch_pins(page_locked):
+    big = torch.zeros(2, 40_000)
+    others = [
+        torch.zeros(10),
+        torch.zeros(2**20 + 1),
+        torch.zeros(40_000, 2).t(),
+        torch.zeros(40_000, requires_grad=True),
+        torch.zeros(40_000, dtype=torch.complex64).conj(),
+        nn.Parameter(big),
+    ]
+    for tensor in others:
+        pin_tensor(tensor)
+    assert len(page_locked) == len(others)
+    assert all(a is b for a, b in zip(page_locked, others, strict=True))
+    sparse = torch.eye(300).to_sparse()
+    assert pin_tensor(sparse) is sparse
+    assert len(page_locked) == len(others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_rows_are_gathered_into_page_locked_memory(dtype, page_locked, monkeypatch):
+    from torch.utils.data import TensorDataset, default_collate
+
+    from hotloop.data.fetch import build_fetch
+
+    rows = torch.randint(0, 100, (50, 20, 100)).to(dtype)
+    data = TensorDataset(rows, torch.arange(50))
+    fetch = build_fetch(data, default_collate, True, pinned=True)
+    for indices in (list(range(20, 40)), [7] * 20, [49, 0] * 10, [-1, *range(19)]):
+        wanted = default_collate([data[i] for i in indices])
+        for a, b in zip(fetch(indices), wanted, strict=True):
+            assert torch.equal(a, b)
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+    with pytest.raises(IndexError):
+        fetch([50, *range(19)])
+    selected = []
+    select = torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *a, **k: (selected.append(a), select(*a, **k))[1])
+    fetch(list(range(20)))
+    assert [args[0].shape for args in selected] == [(50,)]

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 
+from hotloop.data.move import bytes_of, is_copied_alone, new_pinned
 from hotloop.data.randomness import FetchStreams, batch_seed
 
 __all__ = ["build_fetch", "draws_nothing", "is_default_collate", "seeded_fetch"]
@@ -79,9 +81,10 @@ def _tensor_fetch(dataset: Any, plain: Fetch, pinned: bool) -> Fetch | None:
                 at = [subset[index] for index in at]
             if set(map(type, at)) != _ONLY_INTEGERS:
                 return plain(indices)
-            where = torch.from_numpy(np.array(at))
+            numbers = np.array(at)
+            where = torch.from_numpy(numbers)
             if pinned:
-                return [_select_pinned(tensor, where) for tensor in tensors]
+                return [_select_pinned(tensor, where, numbers) for tensor in tensors]
             return [tensor.index_select(0, where) for tensor in tensors]
         except (IndexError, RuntimeError, TypeError, ValueError):
             return plain(indices)  # negative indices work there, and wrong ones get torch's own error
@@ -101,10 +104,14 @@ def _is_ordinary(tensor: Any) -> bool:
     )
 
 
-def _select_pinned(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    shape = (len(where), *tensor.shape[1:])
-    out = torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
-    return torch.index_select(tensor, 0, where, out=out)
+def _select_pinned(tensor: torch.Tensor, where: torch.Tensor, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+    out = new_pinned((len(where), *tensor.shape[1:]), tensor.dtype)
+    if not is_copied_alone(out) or tensor.is_conj() or tensor.is_neg():
+        return torch.index_select(tensor, 0, where, out=out)
+    if numbers.min() < 0 or numbers.max() >= len(tensor):
+        raise IndexError("numpy would take the nearest")
+    np.take(bytes_of(tensor, len(tensor)), numbers, 0, out=bytes_of(out, len(numbers)), mode="clip")
+    return out
 
 
 def seeded_fetch(fetch: Fetch, base: int) -> Callable[[Any, int], Any]:

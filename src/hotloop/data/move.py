@@ -5,13 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["count_samples", "map_tensors", "move", "move_object", "pin", "pin_object", "pin_tensor"]
+__all__ = [
+    "bytes_of",
+    "count_samples",
+    "is_copied_alone",
+    "map_tensors",
+    "move",
+    "move_object",
+    "new_pinned",
+    "pin",
+    "pin_object",
+    "pin_tensor",
+]
 
+_PARALLEL_FROM = 32_768  # elements; at::internal::GRAIN_SIZE
+_ALONE_BYTES = 4 << 20
 _LEAVES = (str, bytes, int, float, bool, complex, type(None))
 
 
@@ -131,9 +146,42 @@ def pin(batch: Any) -> Any:
 
 def pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in page-locked memory, if it lies in the host's and its layout can be there."""
-    if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return tensor
+    if not is_copied_alone(tensor) or tensor.is_pinned():
         return tensor.pin_memory()
-    return tensor
+    pinned = new_pinned(tensor.shape, tensor.dtype, tensor.stride())
+    np.copyto(bytes_of(pinned), bytes_of(tensor))
+    return pinned
+
+
+def new_pinned(shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
+    """An empty tensor in page-locked memory; contiguous, if no strides are given."""
+    if stride is None:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
+
+
+def is_copied_alone(tensor: torch.Tensor) -> bool:
+    """Whether copying a tensor of the host is better left to one thread than to torch.
+
+    Torch lets all its threads take part from 32,768 elements on. Where another process has one of their cores, the
+    others wait until that thread has its turn: 9 ms for one copy of 1 MB in ten on a machine with 32 cores, where one
+    thread takes 0.05 ms.
+    """
+    return (
+        tensor.numel() > _PARALLEL_FROM
+        and tensor.nbytes <= _ALONE_BYTES
+        and type(tensor) is torch.Tensor
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def bytes_of(tensor: torch.Tensor, rows: int = 1) -> npt.NDArray[np.uint8]:
+    """The bytes of a contiguous tensor of the host, the memory itself, as so many rows."""
+    found: npt.NDArray[np.uint8] = tensor.view(rows, -1).view(torch.uint8).numpy()
+    return found
 
 
 def pin_object(value: Any) -> Any:

@@ -11,7 +11,6 @@ import mmap
 import struct
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +22,13 @@ IMAGE_BYTES, LABEL_BYTES = 32 * 32 * 3, 8
 
 
 class Beside:
-    """Work in a thread of its own, and when it was done."""
+    """Work in a thread of its own."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self._thread = threading.Thread(target=self._run)
         self._result: Any = None
         self._error: BaseException | None = None
-        self.began, self.ended = time.time(), 0.0
         self._thread.start()
 
     def _run(self) -> None:
@@ -38,7 +36,6 @@ class Beside:
             self._result = self._work()
         except BaseException as error:
             self._error = error
-        self.ended = time.time()
 
     def result(self) -> Any:
         """What the work returned, or its error raised; waits for it."""

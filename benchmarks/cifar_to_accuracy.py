@@ -15,8 +15,8 @@ new weights, loading, casting and normalising of the data, and is synchronised a
 network with Muon.) Plain PyTorch, the same network, sizes and recipe in an eager loop, is on our clock; `--compiled`
 adds it with network and orthogonalisation under `torch.compile`, its compilation left out.
 
-Cold: wall time from just before a new process is spawned to the same number, part by part, with another route through
-the same recipe, 9.5 epochs at 32 pixels: `benchmarks.cifar_cold`, whose docstring has the bounds.
+Cold: wall time from just before a new process is spawned to the same number, part by part, by another route through
+the same recipe, somewhat longer: `benchmarks.cifar_cold`, whose docstring has the bounds.
 """
 
 from __future__ import annotations
@@ -130,14 +130,9 @@ def main() -> None:
             if part == "warm":
                 found = warm(args.data, data, runs, peers, args.compiled)
             else:
-                from benchmarks.cifar_cold import cold
+                from benchmarks.cifar_cold import measure
 
-                kinds = ["floor", "graph", "cuda", "plain", "airbench"]
-                found = [
-                    f
-                    for kept in ("as-is", "kept")
-                    for f in cold(args.data, kinds, 1 if args.quick else 3, kept)
-                ]
+                found = measure(args.data, quick=args.quick)
         except Exception:
             traceback.print_exc()
             continue

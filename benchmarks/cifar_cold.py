@@ -87,14 +87,16 @@ def process(
             command += ["--seed", str(seed), "--epochs", *epochs, *more]
         with (Path(empty) / "errors").open("w+") as errors:
             began = time.time()
-            child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
-            assert child.stdout is not None
-            told: dict[str, Any] | None = None
-            for line in child.stdout:
-                if line.startswith("{"):
-                    told, answered = json.loads(line), time.time()
-            child.wait()
-            ended = time.time()
+            with subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as child:
+                assert child.stdout is not None
+                told: dict[str, Any] | None = None
+                for line in child.stdout:
+                    if line.startswith("{"):
+                        told, answered = json.loads(line), time.time()
+                child.wait()
+                ended = time.time()
             if child.returncode or told is None:
                 errors.seek(0)
                 raise RuntimeError(f"{kind} ended with {child.returncode}: {errors.read()[-1500:]}")

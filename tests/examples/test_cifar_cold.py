@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import cifar_cold_layers
+from benchmarks import cifar_cold, cifar_cold_layers
 from benchmarks.cifar_cold_child import recipe_of
 from benchmarks.cifar_cold_kernels import Kernels
 from benchmarks.cifar_cold_layers import CudaLayers, TorchLayers
@@ -263,3 +264,68 @@ def test_stored_tensors_are_read_as_torch_reads_them(tmp_path: Path) -> None:
     torch.save({"images": images, "labels": labels[1:].clone()}, tmp_path / "test.pt")
     with pytest.raises(ValueError, match="not images and labels"):
         read_stored(tmp_path / "test.pt")
+
+
+def test_kinds_take_turns_and_the_filled_cache_is_the_last_empty_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def process(folder: Path, kind: str, *, triton: Path | None, **rest: Any) -> dict[str, Any]:
+        if triton is not None:
+            assert triton.exists() == (kind == "triton-filled")
+            triton.mkdir(exist_ok=True)
+        seen.append((kind, triton and triton.name))
+        return {"answer": float(len(seen)), "end": 10.0 * len(seen), "accuracies": [90.0 + len(seen)]}
+
+    monkeypatch.setattr(cifar_cold, "process", process)
+    kinds = {"cuda": 3, "triton": 2, "triton-filled": 2}
+    figures = {f.name: f for f in cifar_cold.cold(tmp_path, kinds)}
+    assert [k for k, _ in seen] == ["cuda", "triton", "triton-filled"] * 2 + ["cuda"]
+    assert seen[1][1] == seen[2][1] != seen[4][1] == seen[5][1]
+    answer = figures["hotloop, CUDA kernels by NVRTC, bytecode as-is: to the answer (n=3)"]
+    assert (answer.value, answer.spread) == (4.0, 3.0)
+    assert figures["    mean accuracy (n=3)"].value == 94.0
+
+
+def test_a_filled_cache_is_made_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def process(folder: Path, kind: str, *, triton: Path, **rest: Any) -> dict[str, Any]:
+        seen.append(triton.exists())
+        triton.mkdir(exist_ok=True)
+        return {"answer": 1.0, "end": 2.0, "accuracies": [94.0]}
+
+    monkeypatch.setattr(cifar_cold, "process", process)
+    cifar_cold.cold(tmp_path, {"triton-filled": 2})
+    assert seen == [False, True, True]
+
+
+def test_a_process_tells_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "{'marks': {'a': time.time() + 1, 'b': time.time() + 3}, 'accuracies': [float(os.path.exists(p))]}"
+    program = (
+        f"import json, os, time; p = os.environ['TRITON_CACHE_DIR']; print('said'); print(json.dumps({told}))"
+    )
+    monkeypatch.setattr(cifar_cold, "FLOOR", program)
+    row = cifar_cold.process(tmp_path, "floor", triton=tmp_path)
+    assert row["b"] == pytest.approx(2, abs=0.01)
+    assert 1 < row["a"] == pytest.approx(row["answer"] + 1, abs=0.5)
+    assert row["end"] >= row["answer"] > 0
+    assert row["accuracies"] == [100]
+    assert cifar_cold.process(tmp_path, "floor")["accuracies"] == [0]
+    monkeypatch.setattr(cifar_cold, "FLOOR", "raise SystemExit('no device')")
+    with pytest.raises(RuntimeError, match="no device"):
+        cifar_cold.process(tmp_path, "floor")
+
+
+def test_kept_bytecode_is_what_python_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "one.py").write_text("x = 1\n")
+    monkeypatch.setattr(cifar_cold.sys, "path", [str(package)])
+    cifar_cold.keep_bytecode(tmp_path / "kept")
+    env = {"PYTHONPYCACHEPREFIX": str(tmp_path / "kept"), "PYTHONPATH": str(package)}
+    program = "import one, os; print(os.path.exists(one.__cached__), one.__cached__)"
+    command = [sys.executable, "-B", "-c", program]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"True {tmp_path / 'kept'}")

@@ -1,6 +1,6 @@
-"""Search over CIFAR-10 recipes on 5,000 held-out training images; never on the test set.
+"""Search over CIFAR-10 recipes on held-out training images; never on the test set.
 
-    python -m benchmarks.cifar_sweep --data FOLDER --plan FILE [--seconds 100]
+    python -m benchmarks.cifar_sweep --data FOLDER --plan FILE [--seconds 100] [--held-out 5000]
 
 FILE is Python that defines `plan`: a list of (name, dict of Recipe's fields, seeds). Each variant's buffers and graphs
 are made once, then it is trained from new weights with each seed; printed are mean accuracy with its standard error,
@@ -28,16 +28,16 @@ from benchmarks.cifar_recipe import Recipe, Trainer, read_cifar
 HELD_OUT = 5000
 
 
-def split(data: tuple[torch.Tensor, ...], test: bool) -> tuple[torch.Tensor, ...]:
-    """Train and judge: the two sets as they are, or the training set less its last 5,000, and those."""
+def split(data: tuple[torch.Tensor, ...], test: bool, held_out: int = HELD_OUT) -> tuple[torch.Tensor, ...]:
+    """Train and judge: the two sets as they are, or the training set less its last images, and those."""
     x, y, *_ = data
     if test:
         return data
     return (
-        x[:-HELD_OUT].contiguous(),
-        y[:-HELD_OUT].contiguous(),
-        x[-HELD_OUT:].contiguous(),
-        y[-HELD_OUT:].contiguous(),
+        x[:-held_out].contiguous(),
+        y[:-held_out].contiguous(),
+        x[-held_out:].contiguous(),
+        y[-held_out:].contiguous(),
     )
 
 
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="more tell a difference in fewer runs")
     parser.add_argument("--test", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda")
@@ -111,7 +112,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     scope: dict[str, Any] = {}
     exec(compile(args.plan.read_text(), str(args.plan), "exec"), scope)
-    data = split(tuple(t.to(args.device) for t in read_cifar(args.data)), args.test)
+    data = split(tuple(t.to(args.device) for t in read_cifar(args.data)), args.test, args.held_out)
     print(
         f"{'variant':44} {'accuracy':>9} {'+-':>6} {'plain':>7} {'seconds':>8} {'whole':>7} {'made':>6}  n",
         flush=True,

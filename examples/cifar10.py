@@ -27,7 +27,11 @@ class Recipe:
     sizes: tuple[tuple[float, int], ...] = ((4.75, 24), (4.75, 32))
     batch: int = 1536
     rates: tuple[float, float, float] = (0.205, 0.09, 0.5415)  # filters, biases, head
+    power: float = 1.0  # of the line that they fall on
+    momenta: tuple[float, float] = (0.655, 0.825)  # filters, the rest
     decay: float = 1.6e-3  # of biases and head, over their rate
+    norms: float = 0.4434  # share of a batch in the running statistics
+    colours: tuple[float, float] = (0.14, 0.13)  # most change of brightness and contrast
     smoothing: float = 0.15
     unsure: float = 0.3  # share of the test images that are looked at from six sides
     widths: tuple[int, int, int] = (64, 256, 256)
@@ -35,7 +39,6 @@ class Recipe:
 
 
 PLAIN = data.Augment(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
-LIVELY = dataclasses.replace(PLAIN, translate=2, flip="alternating", brightness=0.14, contrast=0.13)
 VIEWS = [dataclasses.replace(PLAIN, offset=(d, d), mirror=m) for d in (0, -1, 1) for m in (False, True)]
 
 
@@ -47,7 +50,7 @@ class Net(nn.Sequential):
         layers: list[nn.Module] = []
         for k, (i, o) in enumerate([(32, a), (a, a), (a, b), (b, b), (b, c), (c, c)]):
             conv = nn.Conv2d(i, o, 3, padding=1, bias=False, dtype=recipe.dtype)
-            layers += [conv, PooledNormSiLU(o, pool=k % 2 == 0, momentum=0.4434, eps=1e-12)]
+            layers += [conv, PooledNormSiLU(o, pool=k % 2 == 0, momentum=recipe.norms, eps=1e-12)]
         super().__init__(*layers, nn.Linear(c, 10, bias=False, dtype=recipe.dtype))
         self.to(memory_format=torch.channels_last)
 
@@ -72,8 +75,10 @@ def make_run(folder: str, recipe: Recipe):
     loop = hotloop.Loop(capture="graph", nonfinite="ignore", record=False)
     sets = [torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("train", "test")]
     first = torch.zeros(32, 2, 2, 3, dtype=recipe.dtype, device=loop.device).permute(0, 3, 1, 2)
+    b, c = recipe.colours
+    lively = dataclasses.replace(PLAIN, translate=2, flip="alternating", brightness=b, contrast=c)
     train, test = (
-        data.ResidentImages(s["images"], s["labels"], LIVELY, filters=first, device=loop.device) for s in sets
+        data.ResidentImages(s["images"], s["labels"], lively, filters=first, device=loop.device) for s in sets
     )
     sizes = data.Resizing(recipe.sizes, batch_size=recipe.batch, cost=0)
     total = round(sizes.epochs * len(train) / recipe.batch)
@@ -81,12 +86,13 @@ def make_run(folder: str, recipe: Recipe):
     filters = [p for p in model.parameters() if p.dim() == 4]
     rest = [p for p in model.parameters() if p.dim() == 1], [model[-1].weight]
     fast, *slow = recipe.rates
-    how = {"ns_coefficients": (3.4576, -4.7391, 2.0843), "ns_steps": 3, "ns_dtype": recipe.dtype}
-    muon = optim.Muon(filters, fast, 0, 0.655, adjust_lr_fn="none", fused=True, master=False, **how)
+    ns = {"ns_coefficients": (3.4576, -4.7391, 2.0843), "ns_steps": 3, "ns_dtype": recipe.dtype}
+    how = {"momentum": recipe.momenta[0], "adjust_lr_fn": "none", "fused": True, "master": False}
+    muon = optim.Muon(filters, fast, 0, **how, **ns)
     pairs = zip(rest, slow, strict=True)
     groups = [{"params": p, "lr": r, "weight_decay": recipe.decay / r} for p, r in pairs]
-    sgd = optim.SGD(groups, momentum=0.825, nesterov=True, master=False)
-    schedulers = [optim.RateScheduler(o, optim.linear(1.0, 0.0, total), relative=True) for o in (muon, sgd)]
+    sgd = optim.SGD(groups, momentum=recipe.momenta[1], nesterov=True, master=False)
+    schedulers = [torch.optim.lr_scheduler.PolynomialLR(o, total, recipe.power) for o in (muon, sgd)]
     muon, sgd, schedulers = loop.prepare(muon, sgd, schedulers)
     at_start = [scheduler.state_dict() for scheduler in schedulers]
 

@@ -1,12 +1,12 @@
 """The CIFAR-10 example on colours instead of photographs: it learns, at two sizes, repeats itself, and trains as the
 benchmark's own recipe does."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.cifar_recipe import Recipe as Benchmarked
-from benchmarks.cifar_recipe import Trainer
+from benchmarks.cifar_recipe import BEST, Trainer
 from examples import cifar10
 from torch import nn
 
@@ -31,6 +31,24 @@ def write_sets(sets, folder):
     return str(folder)
 
 
+def test_its_settings_are_the_benchmarks():
+    mine, theirs = cifar10.Recipe(), BEST
+    assert mine.rates == (theirs.filter_rate, theirs.bias_rate, theirs.head_rate)
+    assert mine.momenta == (theirs.filter_momentum, theirs.momentum)
+    assert mine.colours == (theirs.brightness, theirs.contrast)
+    assert (mine.norms, mine.unsure) == (theirs.norm_momentum, theirs.tta_share)
+    assert abs(mine.decay / (theirs.decay * theirs.batch) - 1) < 1e-3
+    for name in ("sizes", "batch", "power", "smoothing", "widths"):
+        assert getattr(mine, name) == getattr(theirs, name), name
+    assert theirs.schedule == "linear"
+    assert theirs.final == 0
+    assert (theirs.translate, theirs.features, theirs.ns_steps) == (
+        2,
+        32,
+        3,
+    )  # which the example has no names for
+
+
 def test_it_learns_and_repeats_itself(tmp_path, monkeypatch):
     clock = iter((10.0, 17.5, 20.0, 20.25))
     monkeypatch.setattr(cifar10, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -46,11 +64,10 @@ def test_it_learns_and_repeats_itself(tmp_path, monkeypatch):
 def test_it_trains_as_the_benchmark_does(tmp_path, monkeypatch, seed):
     n, batch, widths, sizes = 120, 40, (8, 16, 16), ((1, 24), (1, 32))
     sets = draw_sets(n, 400)
-    shared = {"smoothing": 0.15, "sizes": sizes, "batch": batch, "widths": widths}
-    theirs = Benchmarked(
-        **shared, features=32, again=2.0, bias_rate=0.09, tta_share=0.3, decay=1.6e-3 / batch, dtype="float32",
-        kernels=False, capture="eager", beside=False,
-    )  # fmt: skip
+    shared = {"sizes": sizes, "batch": batch, "widths": widths}
+    theirs = replace(
+        BEST, **shared, power=1.3, decay=1.6e-3 / batch, dtype="float32", kernels=False, capture="eager"
+    )
     trainer = Trainer(theirs, tuple(sets), seed=seed)
     trainer.reset(seed)
     for k in range(2):
@@ -79,7 +96,7 @@ def test_it_trains_as_the_benchmark_does(tmp_path, monkeypatch, seed):
 
     monkeypatch.setattr(cifar10, "Net", Watched)
     run = cifar10.make_run(
-        write_sets(sets, tmp_path), cifar10.Recipe(**shared, rates=(0.205, 0.09, 0.5415), dtype=torch.float32)
+        write_sets(sets, tmp_path), cifar10.Recipe(**shared, power=1.3, dtype=torch.float32)
     )
     accuracy, _ = run(seed)
     trainer.net.train()

@@ -24,10 +24,10 @@ from hotloop.kernels.pooled_norm import PooledNormSiLU
 class Recipe:
     """How it is trained. `sizes` are (epochs, pixels a side) in turn; rates are peaks."""
 
-    sizes: tuple[tuple[float, int], ...] = ((4.75, 24), (4.75, 32))
+    sizes: tuple[tuple[float, int], ...] = ((3.6, 24), (5.2, 32))
     batch: int = 1536
-    rates: tuple[float, float, float] = (0.205, 0.09, 0.5415)  # filters, biases, head
-    power: float = 1.0  # of the line that they fall on
+    rates: tuple[float, float, float] = (0.205, 0.115, 0.5415)  # filters, biases, head
+    power: float = 1.2  # of the line that they fall on
     momenta: tuple[float, float] = (0.655, 0.825)  # filters, the rest
     decay: float = 1.6e-3  # of biases and head, over their rate
     norms: float = 0.4434  # share of a batch in the running statistics

@@ -141,12 +141,7 @@ def pooled_norm_silu_eager(
 
 
 # Pixels and channels of a tile, and warps.
-_TILES = {
-    "pool_and_sum": (16, 64, 4),
-    "scale_and_gate": (32, 64, 4),
-    "slope_and_sum": (32, 64, 8),
-    "slope_and_scatter": (32, 64, 4),
-}
+_TILES = dict.fromkeys(("pool_and_sum", "scale_and_gate", "slope_and_sum", "slope_and_scatter"), (64, 64, 8))
 _BR, _ADD_BC, _ADD_WARPS = 256, 8, 8
 _MOST_PIXELS, _BN, _BC = 64, 16, 64
 

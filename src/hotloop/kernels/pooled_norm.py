@@ -140,25 +140,17 @@ def pooled_norm_silu_eager(
     return F.pad(F.silu(z + bias[:, None, None]).to(x.dtype), beyond)
 
 
-# Pixels and channels of a tile, and warps.
-_TILES = dict.fromkeys(("pool_and_sum", "scale_and_gate", "slope_and_sum", "slope_and_scatter"), (64, 64, 8))
+# Pixels and channels of a tile, and warps; all channels are whole multiples of 64.
+_ROWS, _COLUMNS, _WARPS = 64, 64, 8
 _BR, _ADD_BC, _ADD_WARPS = 256, 8, 8
 _MOST_PIXELS, _BN, _BC = 64, 16, 64
 
 
-def _tile(name: str, channels: int) -> tuple[int, int, int]:
-    """The tile of a program; all channels are whole multiples of 64."""
-    pixels, across, warps = _TILES[name]
-    return (pixels, across, warps) if channels % across == 0 else (pixels * across // 64, 64, warps)
-
-
-def _share(
-    pixels: int, channels: int, tile: tuple[int, int, int], device: torch.device
-) -> tuple[int, int, int]:
+def _share(pixels: int, channels: int, device: torch.device) -> tuple[int, int, int]:
     """(programs, columns of channels, tiles of each program) for sums over pixels: as many as run at once."""
-    columns = channels // tile[1]
-    tiles = -(-pixels // tile[0])
-    turns = -(-tiles // max(min(tiles, _at_once(device) * 8 // tile[2] // columns), 1))
+    columns = channels // _COLUMNS
+    tiles = -(-pixels // _ROWS)
+    turns = -(-tiles // max(min(tiles, _at_once(device) * 8 // _WARPS // columns), 1))
     return -(-tiles // turns), columns, turns
 
 
@@ -188,8 +180,7 @@ def _forward(
     N, C, H, W = x.shape
     h, w = (H // 2, W // 2) if pool else (H, W)
     pixels = N * h * w
-    summing, gating = _tile("pool_and_sum", C), _tile("scale_and_gate", C)
-    rows, columns, turns = _share(pixels, C, summing, x.device)
+    rows, columns, turns = _share(pixels, C, x.device)
     shape = (N, C, h + edge, w + edge)
     out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     pooled = torch.empty_like(out) if pool else x
@@ -198,14 +189,14 @@ def _forward(
     statistics = torch.empty((2, C), device=x.device)
     programs.pool_and_sum[(rows, columns)](
         x, pooled, out if which is None else which, partial, pixels, running_mean, H, W, C, pool,
-        *summing[:2], turns, num_warps=summing[2],
+        _ROWS, _COLUMNS, turns, num_warps=_WARPS,
     )  # fmt: skip
     programs.add_up[(C // _ADD_BC,)](
         partial, statistics, rows, pixels, running_mean, running_var, momentum, eps,
         C, True, _BR, _ADD_BC, -(-rows // _BR), num_warps=_ADD_WARPS,
     )  # fmt: skip
     pixels = N * (h + edge) * (w + edge)
-    programs.scale_and_gate[(-(-pixels // gating[0]), C // gating[1])](
+    programs.scale_and_gate[(-(-pixels // _ROWS), C // _COLUMNS)](
         pooled,
         out,
         statistics,
@@ -219,8 +210,9 @@ def _forward(
         edge,
         False,
         _is_fast(x),
-        *gating[:2],
-        num_warps=gating[2],
+        _ROWS,
+        _COLUMNS,
+        num_warps=_WARPS,
     )
     return out, pooled, which, statistics
 
@@ -240,13 +232,12 @@ def _backward(
     (N, C), (H, W) = pooled.shape[:2], size
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     pixels = pooled.numel() // C
-    summing, scattering = _tile("slope_and_sum", C), _tile("slope_and_scatter", C)
-    rows, columns, turns = _share(pixels, C, summing, pooled.device)
+    rows, columns, turns = _share(pixels, C, pooled.device)
     partial = torch.empty((rows, 2, C), device=pooled.device)
     sums = torch.empty((2, C), device=pooled.device)
     programs.slope_and_sum[(rows, columns)](
         pooled, gradient, statistics, bias, partial, pixels, *pooled.shape[2:], C, edge, _is_fast(pooled),
-        *summing[:2], turns, num_warps=summing[2],
+        _ROWS, _COLUMNS, turns, num_warps=_WARPS,
     )  # fmt: skip
     programs.add_up[(C // _ADD_BC,)](
         partial, sums, rows, pixels, sums, sums, 0.0, 0.0, C, False, _BR, _ADD_BC, -(-rows // _BR),
@@ -256,9 +247,9 @@ def _backward(
         (N, C, H, W), device=pooled.device, dtype=pooled.dtype, memory_format=torch.channels_last
     )
     windows = pixels if which is None else N * ((H + 1) // 2) * ((W + 1) // 2)
-    programs.slope_and_scatter[(-(-windows // scattering[0]), C // scattering[1])](
+    programs.slope_and_scatter[(-(-windows // _ROWS), C // _COLUMNS)](
         pooled, gradient, statistics, bias, sums, pooled if which is None else which, dx, windows, pixels,
-        H, W, C, which is not None, edge, _is_fast(pooled), *scattering[:2], num_warps=scattering[2],
+        H, W, C, which is not None, edge, _is_fast(pooled), _ROWS, _COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return dx, sums[0]
 
@@ -334,8 +325,7 @@ def _infer(
     )
     pixels = N * (h + edge) * (w + edge)
     statistics = torch.stack((running_mean, running_var))
-    tile = _tile("scale_and_gate", C)
-    programs.scale_and_gate[(-(-pixels // tile[0]), C // tile[1])](
+    programs.scale_and_gate[(-(-pixels // _ROWS), C // _COLUMNS)](
         x,
         out,
         statistics,
@@ -349,8 +339,9 @@ def _infer(
         edge,
         True,
         _is_fast(x),
-        *tile[:2],
-        num_warps=tile[2],
+        _ROWS,
+        _COLUMNS,
+        num_warps=_WARPS,
     )
     return out
 

@@ -19,6 +19,10 @@ import hotloop
 from hotloop import data, optim
 from hotloop.kernels.pooled_norm import PooledNormSiLU
 
+PLAIN = data.Augment(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+LIVELY = dataclasses.replace(PLAIN, translate=2, flip="alternating", brightness=0.14, contrast=0.13)
+VIEWS = [dataclasses.replace(PLAIN, offset=(d, d), mirror=m) for d in (0, -1, 1) for m in (False, True)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -31,15 +35,10 @@ class Recipe:
     momenta: tuple[float, float] = (0.655, 0.825)  # filters, the rest
     decay: float = 1.6e-3  # of biases and head, over their rate
     norms: float = 0.4434  # share of a batch in the running statistics
-    colours: tuple[float, float] = (0.14, 0.13)  # most change of brightness and contrast
     smoothing: float = 0.15
     unsure: float = 0.3  # share of the test images that are looked at from six sides
     widths: tuple[int, int, int] = (64, 256, 256)
     dtype: torch.dtype = torch.float16
-
-
-PLAIN = data.Augment(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
-VIEWS = [dataclasses.replace(PLAIN, offset=(d, d), mirror=m) for d in (0, -1, 1) for m in (False, True)]
 
 
 class Net(nn.Sequential):
@@ -75,20 +74,16 @@ def make_run(folder: str, recipe: Recipe):
     loop = hotloop.Loop(capture="graph", nonfinite="ignore", record=False)
     sets = [torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("train", "test")]
     first = torch.zeros(32, 2, 2, 3, dtype=recipe.dtype, device=loop.device).permute(0, 3, 1, 2)
-    b, c = recipe.colours
-    lively = dataclasses.replace(PLAIN, translate=2, flip="alternating", brightness=b, contrast=c)
-    train, test = (
-        data.ResidentImages(s["images"], s["labels"], lively, filters=first, device=loop.device) for s in sets
-    )
+    how = {"filters": first, "device": loop.device}
+    train, test = (data.ResidentImages(s["images"], s["labels"], LIVELY, **how) for s in sets)
     sizes = data.Resizing(recipe.sizes, batch_size=recipe.batch, cost=0)
     total = round(sizes.epochs * len(train) / recipe.batch)
     model = loop.prepare(Net(recipe))
     filters = [p for p in model.parameters() if p.dim() == 4]
     rest = [p for p in model.parameters() if p.dim() == 1], [model[-1].weight]
-    fast, *slow = recipe.rates
+    lr, *slow = recipe.rates
     ns = {"ns_coefficients": (3.4576, -4.7391, 2.0843), "ns_steps": 3, "ns_dtype": recipe.dtype}
-    how = {"momentum": recipe.momenta[0], "adjust_lr_fn": "none", "fused": True, "master": False}
-    muon = optim.Muon(filters, fast, 0, **how, **ns)
+    muon = optim.Muon(filters, lr, 0, recipe.momenta[0], adjust_lr_fn="none", fused=True, master=False, **ns)
     pairs = zip(rest, slow, strict=True)
     groups = [{"params": p, "lr": r, "weight_decay": recipe.decay / r} for p, r in pairs]
     sgd = optim.SGD(groups, momentum=recipe.momenta[1], nesterov=True, master=False)
@@ -128,8 +123,7 @@ def make_run(folder: str, recipe: Recipe):
         for scheduler, state in zip(schedulers, at_start, strict=True):
             scheduler.load_state_dict(state)
         loader = data.ResidentLoader(train, seed=seed, resizing=sizes, drop_last=True)
-        batches = (batch for _ in range(total) for batch in loader)
-        for (x, y), _ in zip(batches, range(total), strict=False):
+        for (x, y), _ in zip((batch for _ in range(total) for batch in loader), range(total), strict=False):
             step(x, y)
         model.eval()
         found = answers(torch.arange(len(test), device=loop.device), PLAIN)

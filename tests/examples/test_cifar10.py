@@ -35,18 +35,14 @@ def test_its_settings_are_the_benchmarks():
     mine, theirs = cifar10.Recipe(), BEST
     assert mine.rates == (theirs.filter_rate, theirs.bias_rate, theirs.head_rate)
     assert mine.momenta == (theirs.filter_momentum, theirs.momentum)
-    assert mine.colours == (theirs.brightness, theirs.contrast)
     assert (mine.norms, mine.unsure) == (theirs.norm_momentum, theirs.tta_share)
     assert abs(mine.decay / (theirs.decay * theirs.batch) - 1) < 1e-3
     for name in ("sizes", "batch", "power", "smoothing", "widths"):
         assert getattr(mine, name) == getattr(theirs, name), name
-    assert theirs.schedule == "linear"
-    assert theirs.final == 0
-    assert (theirs.translate, theirs.features, theirs.ns_steps) == (
-        2,
-        32,
-        3,
-    )  # which the example has no names for
+    for name in ("translate", "brightness", "contrast"):
+        assert getattr(cifar10.LIVELY, name) == getattr(theirs, name), name
+    # what the example has no names for
+    assert (theirs.schedule, theirs.final, theirs.features, theirs.ns_steps) == ("linear", 0, 32, 3)
 
 
 def test_it_learns_and_repeats_itself(tmp_path, monkeypatch):

@@ -114,3 +114,28 @@ def test_nccl_s_errors_are_handled_unless_exchanges_are_recorded(
     with pytest.raises(InterruptedError) as caught:
         hotloop.Loop(record=False, device="cpu", parallel=plan)
     assert str(caught.value) == wanted
+
+
+def test_what_holds_exchanges_goes_before_the_group(monkeypatch):
+    import torch.distributed as dist
+
+    from hotloop.hardware import processes
+
+    happened = []
+
+    class Holder:
+        def __init__(self, name):
+            self.name = name
+
+        def close(self):
+            happened.append(self.name)
+
+    monkeypatch.setattr(processes, "_BEFORE_SHUT_DOWN", [])
+    kept, dropped = Holder("kept"), Holder("dropped")
+    for holder in (kept, dropped):
+        processes.before_shut_down(holder.close)
+    del holder, dropped
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: happened.append("group"))
+    processes._shut_down()
+    assert happened == ["kept", "group"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -109,6 +110,13 @@ class CudaRecorder:
         self._device = device
         self.stream = torch.cuda.Stream(device) if stream is None else stream
         self._pool: Any = None
+        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Give up all recordings, which cannot be launched after that; waits for the device."""
+        torch.cuda.synchronize(self._device)
+        for recording in self._made:
+            recording.graph.reset()
 
     def warm(self, work: Callable[[], Any]) -> Any:
         """See `Recorder.warm`. On the stream that will record, so that autograd's nodes belong to it."""
@@ -168,7 +176,9 @@ class CudaRecorder:
             _drop_workspaces()
             if was_enabled:
                 gc.enable()
-        return CudaRecording(graph, Ports(graph) if feeds is not None else None), result
+        recording = CudaRecording(graph, Ports(graph) if feeds is not None else None)
+        self._made.add(recording)
+        return recording, result
 
     def pool_bytes(self) -> int:
         """See `Recorder.pool_bytes`; walks the allocator's segments, so it is for after a recording."""

@@ -7,6 +7,8 @@ import datetime
 import os
 import re
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch
 
 from hotloop.errors import ProcessError
 
-__all__ = ["Processes", "find_local_rank", "find_processes", "processes_from_environment"]
+__all__ = ["Processes", "before_shut_down", "find_local_rank", "find_processes", "processes_from_environment"]
 
 _KNOWN: dict[tuple[int, int, int], Processes] = {}
+_BEFORE_SHUT_DOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 @dataclass
@@ -229,8 +232,15 @@ def _first_slurm_host(nodes: str) -> str:
     return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
+def before_shut_down(method: Callable[[], None]) -> None:
+    """Have a bound method called at exit, before the process group is closed, if its object still lives by then."""
+    _BEFORE_SHUT_DOWN.append(weakref.WeakMethod(method))
+
+
 def _shut_down() -> None:
     """Close the process group at exit, so that peers see an orderly end instead of a lost connection.
+
+    NCCL closes only when no CUDA graph is left that holds exchanges of its: those go first.
 
     A gloo thread that drops the tensors of the last exchange asks for the interpreter's lock. If the interpreter is
     closing down by then, the thread is ended in the middle of C++ code and takes the process with it (SIGABRT,
@@ -239,5 +249,9 @@ def _shut_down() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        for reference in _BEFORE_SHUT_DOWN:
+            method = reference()
+            if method is not None:
+                method()
         dist.destroy_process_group()
         time.sleep(0.05)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hotloop.errors import SettingError
+from hotloop.hardware.processes import before_shut_down
 from hotloop.hardware.recording import recording_stream
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.session import Session
@@ -143,8 +144,10 @@ class LoopHost:
             from hotloop.capture import CudaRecorder
 
             # of one process the stream is its own: loops in several threads may record at a time
-            shared = recording_stream(self.device) if self._window.processes.world > 1 else None
-            self._recorder = CudaRecorder(self.device, shared)
+            several = self._window.processes.world > 1
+            self._recorder = CudaRecorder(self.device, recording_stream(self.device) if several else None)
+            if several:
+                before_shut_down(self._recorder.close)
         return self._recorder
 
     def _records_collectives(self) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.errors import DataError, SettingError
-from hotloop.optim import find_rate, rates
+from hotloop.optim import courses, find_rate
 from hotloop.seeds import rng_state
 
 KINDS = ["host", "resident"]
@@ -28,7 +28,7 @@ def build(loop, kind, *, scheduler=True, groups=False):
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     things = [model, optimizer, loader]
     if scheduler:
-        things.append(rates.warmup_cosine(0.2, 30, warm=3).scheduler(optimizer))
+        things.append(courses.warmup_cosine(0.2, 30, warm=3).scheduler(optimizer))
     return loop.prepare(*things)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from hotloop.optim import rates
+from hotloop.optim import courses, rates
 
 KINDS = ["host", "resident"]
 
@@ -220,7 +220,7 @@ class OwnSGD(torch.optim.Optimizer):
 
 
 def test_momentum_and_weight_decay_lie_in_the_table(make_loop):
-    rate = rates.one_cycle(0.3, 12).with_weight_decay(rates.linear(0.1, 0.0, 12))
+    rate = courses.one_cycle(0.3, 12).with_weight_decay(rates.linear(0.1, 0.0, 12))
 
     def build(loop):
         torch.manual_seed(0)
@@ -272,7 +272,7 @@ def test_rates_with_betas_in_the_table(make_loop):
                 assert isinstance(first, torch.Tensor)
                 assert second == 0.99
 
-    rate = rates.one_cycle(0.3, 12)
+    rate = courses.one_cycle(0.3, 12)
     loop = make_loop("resident", nonfinite="ignore")
     model = nn.Linear(3, 2)
     optimizer = OwnAdam(model.parameters(), 0.1)
@@ -290,7 +290,7 @@ def test_rates_with_betas_in_the_table(make_loop):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rates_under_a_loop_resume(make_loop, kind, tmp_path):
-    rate = rates.warmup_cosine(0.5, 20, warm=4).with_momentum(rates.linear(0.95, 0.8, 20))
+    rate = courses.warmup_cosine(0.5, 20, warm=4).with_momentum(rates.linear(0.95, 0.8, 20))
 
     def build():
         loop = make_loop(kind)

@@ -5,7 +5,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from hotloop.errors import OptimizerError, SettingError
-from hotloop.optim import RateScheduler, rates
+from hotloop.optim import RateScheduler, courses, rates
 
 
 def make(kind="sgd", lr=0.1):
@@ -49,12 +49,12 @@ def test_relative_rates_are_factors_of_each_group():
 
 @pytest.mark.parametrize(("kind", "read"), [("sgd", "momentum"), ("adamw", "betas")])
 def test_momentum_and_weight_decay_go_along(kind, read):
-    rate = rates.one_cycle(0.4, 20).with_weight_decay(rates.linear(0.1, 0.0, 20))
+    rate = courses.one_cycle(0.4, 20).with_weight_decay(rates.linear(0.1, 0.0, 20))
     optimizer = make(kind)
     theirs = make(kind)
     reference = lr_scheduler.OneCycleLR(theirs, 0.4, total_steps=21, pct_start=7 / 21)
     scheduler = rate.scheduler(optimizer)
-    same = rates.one_cycle(0.4, 20, warm=6 / 20).scheduler(make(kind))
+    same = courses.one_cycle(0.4, 20, warm=6 / 20).scheduler(make(kind))
     for k in range(20):
         for group in optimizer.param_groups:
             momentum = group[read] if read == "momentum" else group[read][0]
@@ -69,7 +69,7 @@ def test_momentum_and_weight_decay_go_along(kind, read):
 
 
 def test_units():
-    epochs = rates.one_cycle(0.4, 3, unit="epochs")
+    epochs = courses.one_cycle(0.4, 3, unit="epochs")
     scheduler = epochs.scheduler(make(), per_step=1 / 7)
     samples = rates.linear(0.0, 1.0, 1000, unit="samples").scheduler(make(), per_step=50)
     tokens = rates.linear(0.0, 1.0, 1000, unit="tokens").scheduler(
@@ -87,7 +87,7 @@ def test_units():
 def test_state_goes_on_where_it_stopped(relative):
     def build():
         optimizer = make()
-        mine = rates.warmup_cosine(1.0, 30, warm=5).scheduler(
+        mine = courses.warmup_cosine(1.0, 30, warm=5).scheduler(
             optimizer, relative=relative, per_step=lambda k: 2
         )
         return optimizer, mine
@@ -193,7 +193,7 @@ def test_a_rate_that_is_a_tensor_is_written_into():
             "epochs and steps",
         ),
         (
-            lambda: rates.one_cycle(1.0, 10).scheduler(torch.optim.Adagrad([torch.zeros(1)])),
+            lambda: courses.one_cycle(1.0, 10).scheduler(torch.optim.Adagrad([torch.zeros(1)])),
             OptimizerError,
             "with_momentum",
         ),

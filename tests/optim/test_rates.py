@@ -8,7 +8,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from hotloop.errors import SettingError
-from hotloop.optim import curves, rates
+from hotloop.optim import courses, curves, rates
 
 BASE = 0.3
 
@@ -92,30 +92,30 @@ def test_one_cycle_is_torchs_in_rate_and_momentum(shape, n):
         ),
         n - 1,
     )
-    ours = rates.one_cycle(0.8, n - 1, warm=(0.3 * n - 1) / (n - 1), shape=shape)
+    ours = courses.one_cycle(0.8, n - 1, warm=(0.3 * n - 1) / (n - 1), shape=shape)
     assert ours.values(n - 1) == pytest.approx(found, rel=1e-9)
     assert ours.momentum.values(n - 1) == pytest.approx(momenta, rel=1e-9)
     assert ours(n - 1) == pytest.approx(0.8 / 25 / 1e4)
 
 
 def test_closed_forms():
-    rate = rates.warmup_inverse_sqrt(0.2, warm=40)
+    rate = courses.warmup_inverse_sqrt(0.2, warm=40)
     for t in range(400):
         # Vaswani et al.: min(t^-1/2, t * warm^-3/2), scaled so that the top is the peak
         wanted = 0.2 * math.sqrt(40) * min(t**-0.5, t * 40**-1.5) if t else 0.0
         assert rate(t) == pytest.approx(wanted)
-    rate = rates.warmup_stable_decay(1.0, 100, warm=10, decay=20, shape="1-sqrt", final=0.1)
+    rate = courses.warmup_stable_decay(1.0, 100, warm=10, decay=20, shape="1-sqrt", final=0.1)
     for t in range(130):
         down = 0.1 + 0.9 * (1 - math.sqrt(min(max(t - 80, 0) / 20, 1)))
         assert rate(t) == pytest.approx(t / 10 if t < 10 else down)
-    rate = rates.warmup_cosine(2.0, 50, warm=5, final=0.5)
+    rate = courses.warmup_cosine(2.0, 50, warm=5, final=0.5)
     assert rate.values(60) == pytest.approx(
         [
             2.0 * t / 5 if t < 5 else 0.5 + 0.75 * (1 + math.cos(math.pi * min((t - 5) / 45, 1.0)))
             for t in range(60)
         ]
     )
-    rate = rates.warmup_linear(2.0, 50, warm=5)
+    rate = courses.warmup_linear(2.0, 50, warm=5)
     assert rate.values(60) == pytest.approx([min(2 * t / 5, 2 * max(50 - t, 0) / 45) for t in range(60)])
 
 
@@ -130,7 +130,7 @@ def test_ends_are_reached_exactly_and_kept():
 
 
 def test_composing_keeps_momentum_and_units():
-    cycle = rates.one_cycle(1.0, 10)
+    cycle = courses.one_cycle(1.0, 10)
     tail = cycle.then(rates.linear(cycle(10), 0.0, 5))
     assert tail.length == 15
     assert tail.momentum(12) == pytest.approx(0.95)
@@ -139,7 +139,7 @@ def test_composing_keeps_momentum_and_units():
     assert late.momentum(4 + 3) == pytest.approx(0.85)
     assert late.scaled(3.0)(7) == pytest.approx(3.0)
     assert late.scaled(3.0).momentum == late.momentum
-    epochs = rates.one_cycle(1.0, 30, unit="epochs")
+    epochs = courses.one_cycle(1.0, 30, unit="epochs")
     steps = epochs.counted_in("steps", per=98)
     assert steps.values(2941) == pytest.approx(epochs.values(2941, every=1 / 98))
     assert steps.momentum(900) == pytest.approx(epochs.momentum(900 / 98))
@@ -151,7 +151,7 @@ def test_composing_keeps_momentum_and_units():
 
 
 def test_rates_are_values():
-    a, b = rates.warmup_cosine(1e-3, 100, warm=10), rates.warmup_cosine(1e-3, 100, warm=10)
+    a, b = courses.warmup_cosine(1e-3, 100, warm=10), courses.warmup_cosine(1e-3, 100, warm=10)
     assert a == b
     assert hash(a) == hash(b)
     assert pickle.loads(pickle.dumps(a)) == a
@@ -173,9 +173,9 @@ def test_rates_are_values():
         (lambda: rates.piecewise([(1, 0.1), (3, 0.2)]), "grow from 0"),
         (lambda: rates.piecewise([(0, 0.1), (3, 0.2), (3, 0.1)]), "grow from 0"),
         (lambda: rates.piecewise([(0, 0.1), (3, 0.2)], shape="sine"), "valid values are: constant, linear"),
-        (lambda: rates.warmup_stable_decay(1.0, 10, warm=6, decay=6), "must fit"),
-        (lambda: rates.warmup_cosine(1.0, 10, warm=10), "between 0 and"),
-        (lambda: rates.one_cycle(1.0, 10, warm=1.0), "between 0 and 1"),
+        (lambda: courses.warmup_stable_decay(1.0, 10, warm=6, decay=6), "must fit"),
+        (lambda: courses.warmup_cosine(1.0, 10, warm=10), "between 0 and"),
+        (lambda: courses.one_cycle(1.0, 10, warm=1.0), "between 0 and 1"),
         (lambda: rates.linear(0, 1, 5).until(0), "longer than 0"),
         (lambda: rates.linear(0, 1, 5).counted_in("steps", 0), "above 0"),
         (lambda: rates.linear(0, 1, 5).with_momentum(rates.constant(1, unit="epochs")), "momentum in epochs"),
@@ -195,11 +195,11 @@ def test_plots_show_the_curve():
     ends = [(len(row) - len(row[3:].lstrip()), len(row)) for row in picture[:5]]
     assert [end for _, end in ends] == sorted((end for _, end in ends), reverse=True)
     assert picture[5].split() == ["0", "100"]
-    svg = rates.one_cycle(0.1, 10).svg(title="a < b")
+    svg = courses.one_cycle(0.1, 10).svg(title="a < b")
     assert svg.count("<polyline") == 2
     assert "a &lt; b" in svg
-    assert rates.warmup_inverse_sqrt(1.0, warm=4).plot()
-    page = rates.one_cycle(0.1, 10).html("one <cycle>")
+    assert courses.warmup_inverse_sqrt(1.0, warm=4).plot()
+    page = courses.one_cycle(0.1, 10).html("one <cycle>")
     assert page.count("<svg") == 1
     assert "<title>one &lt;cycle&gt;</title>" in page
 

@@ -2,6 +2,13 @@
 
 from hotloop.optim.adam import Adam, AdamW
 from hotloop.optim.averaging import EMA, AveragedWeights
+from hotloop.optim.courses import (
+    one_cycle,
+    warmup_cosine,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_stable_decay,
+)
 from hotloop.optim.curves import Curve, Mark, draw_page, draw_svg, draw_text
 from hotloop.optim.gradients import as_real_dense, clip_coefficient, gradients_of, total_norm
 from hotloop.optim.grouping import no_decay, split_matrices
@@ -19,12 +26,7 @@ from hotloop.optim.rates import (
     exponential,
     inverse_sqrt,
     linear,
-    one_cycle,
     piecewise,
-    warmup_cosine,
-    warmup_inverse_sqrt,
-    warmup_linear,
-    warmup_stable_decay,
 )
 from hotloop.optim.resident import ResidentOptimizer
 from hotloop.optim.sgd import SGD

@@ -30,12 +30,7 @@ __all__ = [
     "exponential",
     "inverse_sqrt",
     "linear",
-    "one_cycle",
     "piecewise",
-    "warmup_cosine",
-    "warmup_inverse_sqrt",
-    "warmup_linear",
-    "warmup_stable_decay",
 ]
 
 UNITS = ("steps", "epochs", "samples", "tokens")
@@ -206,7 +201,7 @@ class Rate:
     def counted_in(self, unit: str, per: float) -> Rate:
         """The same rate with time in another unit, `per` of which make one of this one's.
 
-        >>> one_cycle(0.1, 30, unit="epochs").counted_in("steps", per=98).length
+        >>> linear(0.1, 0.0, 30, unit="epochs").counted_in("steps", per=98).length
         2940.0
         """
         if not per > 0.0:
@@ -287,9 +282,6 @@ def _follow(first: Rate | None, second: Rate | None, seam: float) -> Rate | None
     return cut if second is None else cut.then(second)
 
 
-# -------------------------------------------------------------------------------------------------- elementary
-
-
 def constant(value: float, length: float = math.inf, *, unit: str = "steps") -> Rate:
     """`value`, for ever or for `length`."""
     return Rate((_hold(value, length),), unit)
@@ -340,98 +332,3 @@ def piecewise(points: Sequence[tuple[float, float]], *, shape: str = "linear", u
     if shape == "constant":
         pieces.append(_hold(points[-1][1], math.inf))
     return Rate(tuple(pieces), unit)
-
-
-# -------------------------------------------------------------------------------------------------- whole runs
-
-
-def one_cycle(
-    peak: float,
-    length: float,
-    *,
-    warm: float = 0.3,
-    start: float = 1 / 25,
-    final: float = 1 / 25e4,
-    shape: str = "cosine",
-    momentum: tuple[float, float] | None = (0.95, 0.85),
-    unit: str = "steps",
-) -> Rate:
-    """One rise to `peak` and one fall to almost nothing, momentum going the other way (Smith and Topin 2018).
-
-    Args:
-        peak: highest value.
-        length: of the whole run, in `unit`.
-        warm: share of it in which the rate rises.
-        start, final: first and last value, as shares of `peak`.
-        shape: of both parts: "cosine" or "linear".
-        momentum: at the ends and at the peak; None leaves the momentum alone.
-
-    torch's OneCycleLR(total_steps=N, pct_start=p) reaches its end with step N - 1, so its values are those of
-    `one_cycle(peak, N - 1, warm=(p * N - 1) / (N - 1))`.
-    """
-    _check_share("warm", warm)
-    up, down = length * warm, length - length * warm
-
-    def through(a: float, b: float, c: float) -> tuple[Piece, ...]:
-        return (Piece(shape, a, b, up, up), Piece(shape, b, c, down, down))
-
-    cycle = None if momentum is None else Rate(through(momentum[0], momentum[1], momentum[0]), unit)
-    return Rate(through(peak * start, peak, peak * final), unit, cycle)
-
-
-def warmup_cosine(
-    peak: float, length: float, *, warm: float, final: float = 0.0, unit: str = "steps"
-) -> Rate:
-    """A line from 0 to `peak` over `warm` (in `unit`), then half a cosine down to `final` at `length`."""
-    _check_warm(warm, length)
-    return linear(0.0, peak, warm, unit=unit).then(cosine(peak, final, length - warm, unit=unit))
-
-
-def warmup_linear(
-    peak: float, length: float, *, warm: float, final: float = 0.0, unit: str = "steps"
-) -> Rate:
-    """A line from 0 to `peak` over `warm` (in `unit`), then a line down to `final` at `length`."""
-    _check_warm(warm, length)
-    return linear(0.0, peak, warm, unit=unit).then(linear(peak, final, length - warm, unit=unit))
-
-
-def warmup_inverse_sqrt(peak: float, *, warm: float, unit: str = "steps") -> Rate:
-    """A line from 0 to `peak` over `warm`, then `peak` * sqrt(warm / t) for ever (Vaswani et al. 2017)."""
-    return linear(0.0, peak, warm, unit=unit).then(inverse_sqrt(peak, warm, unit=unit))
-
-
-def warmup_stable_decay(
-    peak: float,
-    length: float,
-    *,
-    warm: float = 0.0,
-    decay: float,
-    final: float = 0.0,
-    shape: str = "linear",
-    unit: str = "steps",
-) -> Rate:
-    """A line up over `warm`, `peak` held, and at the end a fall to `final` over `decay`, all in `unit`.
-
-    A run can be made longer without starting anew: only the fall depends on where it ends (Zhai et al. 2022, Hu et
-    al. 2024). `shape`: "linear", "cosine" or "1-sqrt" (Hägele et al. 2024).
-    """
-    hold = length - warm - decay
-    if warm < 0.0 or decay <= 0.0 or hold < 0.0:
-        raise SettingError(f"warm={warm} and decay={decay} must fit into length={length}, decay above 0")
-    pieces: list[Piece] = []
-    if warm > 0.0:
-        pieces.append(Piece("linear", 0.0, peak, warm, warm))
-    if hold > 0.0:
-        pieces.append(_hold(peak, hold))
-    pieces.append(Piece(shape, peak, final, decay, decay))
-    return Rate(tuple(pieces), unit)
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0.0 < value < 1.0:
-        raise SettingError(f"{name}={value} is a share of the run, between 0 and 1")
-
-
-def _check_warm(warm: float, length: float) -> None:
-    if not 0.0 < warm < length:
-        raise SettingError(f"warm={warm} must lie between 0 and length={length}")

@@ -14,8 +14,8 @@ from hotloop.errors import SettingError
 from hotloop.hardware.processes import before_shut_down
 from hotloop.hardware.recording import recording_stream
 from hotloop.loop.preparing import Preparer
+from hotloop.loop.resident_updates import ResidentUpdates
 from hotloop.loop.session import Session
-from hotloop.loop.updates import ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim import masters_of
 from hotloop.settings import SETTINGS, Settings

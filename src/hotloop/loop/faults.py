@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hotloop.errors import NonFiniteError
+from hotloop.loop.host_updates import HostUpdates
 from hotloop.loop.preparing import Preparer
+from hotloop.loop.resident_updates import ResidentUpdates
 from hotloop.loop.session import Session
-from hotloop.loop.updates import HostUpdates, ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.state import HostState, ResidentState
 

@@ -13,12 +13,14 @@ from hotloop.data import Loader
 from hotloop.errors import PrepareError
 from hotloop.hardware.processes import Processes
 from hotloop.loop.buffers import BufferKeeper
+from hotloop.loop.host_updates import HostUpdates
 from hotloop.loop.machine import MachineUse
 from hotloop.loop.modules import Binding, bind_module, binding_of, unbind_module
 from hotloop.loop.prepared import map_objects
+from hotloop.loop.resident_updates import ResidentUpdates
 from hotloop.loop.resume import Registry
 from hotloop.loop.schedulers import HostSchedule, ResidentSchedule, bind_scheduler
-from hotloop.loop.updates import HostUpdates, ResidentUpdates, updates_of
+from hotloop.loop.updates import updates_of
 from hotloop.loop.window import Window
 from hotloop.optim import prefer_fused
 from hotloop.parallel import collectives

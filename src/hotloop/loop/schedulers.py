@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from hotloop.loop.updates import HostUpdates, ResidentUpdates
+from hotloop.loop.host_updates import HostUpdates
+from hotloop.loop.resident_updates import ResidentUpdates
 from hotloop.loop.window import Window
 from hotloop.optim.shadow import ShadowSchedule, is_metric_driven
 from hotloop.optim.skipping import device_settings, takes_device_rate

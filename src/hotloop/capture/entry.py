@@ -31,6 +31,7 @@ class Entry:
         used: when it was used last, as a number that grows.
         recording: None until it is recorded.
         inputs: tensors that the recording reads.
+        written: numbers of those that it writes, too.
         outputs: leaves of what the step returned; tensors among them are written by each replay.
         spec: the structure of `outputs`; `single`: it is one tensor.
         effects: what the host does after each replay.
@@ -61,12 +62,17 @@ class Entry:
         """Give up the recording; the entry is recorded anew when it is used next."""
         self.recording: Recording | None = None
         self.inputs: list[torch.Tensor] = []
+        self.written: list[int] = []
         self.outputs: list[Any] = []
         self.spec: Any = None
         self.single = False
         self.effects: list[Callable[[], None]] = []
         self.ports: list[Port | None] = []
         self.landings: list[Landing] = []
+        self._versions: list[int] = []
+        self._addresses: set[int] = set()
+        # memory of inputs that results lie in, too: whoever gets those may give it back
+        self._lent: set[int | None] = set()
         self._aside: list[torch.Tensor] = []
         self.parameters: list[torch.Tensor] = []
         self.before: list[torch.Tensor | None] = []
@@ -79,6 +85,10 @@ class Entry:
         taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.inputs = [leaf for leaf in taken if isinstance(leaf, torch.Tensor)]
         return taken
+
+    def watch_inputs(self) -> None:
+        """The step begins: see which of the inputs it writes."""
+        self._versions = list(map(_version, self.inputs))
 
     def feeds(self, leaves: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The copies (from, to) of inputs that the recording can make itself."""
@@ -103,6 +113,10 @@ class Entry:
         self.outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.single = isinstance(result, torch.Tensor)
         self.effects = effects
+        tensors = [leaf for leaf in self.outputs if isinstance(leaf, torch.Tensor)]
+        self._lent = (set(map(_memory, self.inputs)) & set(map(_memory, tensors))) - {None}
+        versions = enumerate(zip(self.inputs, self._versions, strict=True))
+        self.written = [i for i, (place, version) in versions if _version(place) != version]
         after = [p.grad for p in self.parameters]
         if any(g is not None for g in (*after, *self.before)):
             self.gradients = after
@@ -119,6 +133,7 @@ class Entry:
         for landing in landings:
             landing.aim = recording.port(landing.counts, landing.spare, "dst")
         self.ports = [ports.get(id(place)) for place in self.inputs]
+        self._addresses = {place.data_ptr() for place in self.inputs if id(place) in ports}
         self.landings = landings
 
     def expect(self, arguments: Sequence[torch.Tensor]) -> None:
@@ -162,15 +177,20 @@ class Entry:
             PortError: it cannot be had to read one of them.
         """
         inputs = self.inputs
+        self._aside.clear()
+        if self._lent:
+            # one copied in may be where another is read
+            tensors = [t.clone() if _memory(t) in self._lent else t for t in tensors]
+            self._aside.extend(tensors)
         if self.ports:
-            self._aside.clear()
             for port, place, tensor in zip(self.ports, inputs, tensors, strict=True):
                 if port is not None:
-                    if tensor is place:
+                    address = tensor.data_ptr()
+                    if address in self._addresses:
                         # what a copy of memory onto itself does, nobody promises
-                        tensor = place.clone()
-                        self._aside.append(tensor)
-                    port(tensor.data_ptr())
+                        self._aside.append(aside := tensor.clone())
+                        address = aside.data_ptr()
+                    port(address)
                 elif tensor is not place:
                     place.copy_(tensor, non_blocking=True)
             return
@@ -186,6 +206,22 @@ class Entry:
         if self._together:
             places, values = [inputs[i] for i in self._together], [tensors[i] for i in self._together]
             torch._foreach_copy_(places, values, non_blocking=True)
+
+    def does_as_given(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a replay does to `tensors` what the step does: not if it writes some, and several are one memory."""
+        return not self.written or len(set(map(_memory, tensors))) == len(tensors)
+
+    def written_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Arguments that the step writes, each with what a replay writes in its place; padded ones are copies."""
+        pairs = [(tensors[i], self.inputs[i]) for i in self.written if i < len(tensors)]
+        return [(tensor, place) for tensor, place in pairs if tensor.shape == place.shape]
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> None:
+        """After a replay: arguments that the step writes are what it made of them."""
+        with torch.no_grad():
+            for tensor, place in self.written_of(tensors):
+                if tensor.data_ptr() != place.data_ptr():
+                    tensor.copy_(place, non_blocking=True)
 
     def bring_gradients(self) -> bool:
         """Gradients that wait lie where the recording adds to them; False if it does not expect one of them."""
@@ -216,8 +252,25 @@ class Entry:
 
 
 def describe(leaf: Any) -> Any:
-    """What of an argument a recording is for: a tensor's shape, stride, dtype and device; anything else itself."""
+    """What of an argument a recording is for: a tensor's shape, type, stride, dtype and so on; anything else itself."""
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        kind = (leaf.shape, type(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+        if leaf.layout is not torch.strided:
+            return (*kind, leaf.layout)
+        # the same memory says something else where it is to be conjugated or negated on reading
+        return (*kind, leaf.stride(), leaf.is_conj(), leaf.is_neg())
     # 1, 1.0 and True are equal, and not the same to an operation
     return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | bytes | type(None)) else id(leaf)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Where the memory that a tensor lies in begins; None if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written; 0 for a tensor of inference mode, which does not count that."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -117,7 +117,9 @@ class Ports:
 def can_be_port(outside: torch.Tensor, inside: torch.Tensor) -> bool:
     """Whether copying between the two is a copy of one stretch of memory on their device."""
     return (
-        outside.device == inside.device
+        # one of a type of its own may lie anywhere
+        type(outside) in (torch.Tensor, torch.nn.Parameter)
+        and outside.device == inside.device
         and outside.device.type == "cuda"
         and outside.dtype == inside.dtype
         and outside.layout is torch.strided

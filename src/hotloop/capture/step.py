@@ -121,6 +121,7 @@ class CapturedStep:
                 entry is not None
                 and entry.takes(args)
                 and fingerprint.unchanged()
+                and entry.does_as_given(args)
                 and (not waiting or entry.bring_gradients())
             ):
                 return self._replay(entry, args, args, kwargs)
@@ -159,7 +160,7 @@ class CapturedStep:
             return result
         self._new_numbers = 0
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if waiting and not entry.bring_gradients():
+        if not entry.does_as_given(tensors) or (waiting and not entry.bring_gradients()):
             return self._run_eagerly(args, kwargs)
         if padding is None and not kwargs and len(tensors) == len(args):
             entry.expect(tensors)
@@ -199,8 +200,11 @@ class CapturedStep:
         # what is known by its identity has to live as long as that is asked about
         entry.held = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         recordings.add(entry)
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(tensor.requires_grad for tensor in tensors):
             recordings.refuse(entry, "an argument requires a gradient, which a replay would not hand on")
+        elif odd := next((t.layout for t in tensors if t.layout is not torch.strided), None):
+            recordings.refuse(entry, f"an argument is a tensor of layout {odd}, which cannot be written anew")
         return entry
 
     # -------------------------------------------------------------------------------------------- replaying
@@ -246,6 +250,8 @@ class CapturedStep:
             choice.launch(entry.recording.replay, self.name)
             if choice.compiled != entry.compiled:
                 self._usual.clear()
+        if entry.written:
+            entry.copy_out(tensors)
         self.replays += 1
         assert self._recordings is not None
         self._recordings.touch(entry)
@@ -271,6 +277,7 @@ class CapturedStep:
         device = self._host.device.type
         live = self._host.state_tensors() | fingerprint.live_tensors()
         live = {name: tensor for name, tensor in live.items() if tensor.device.type == device}
+        live |= {f"argument {i}": tensor for i, (tensor, _) in enumerate(entry.written_of(tensors))}
         kept = keep(live, fingerprint.parameters, [*self._host.generators(), *fingerprint.generators])
         if length is not None and self._padding is not None:
             leaves, spec = tree_flatten((args, kwargs))
@@ -313,10 +320,11 @@ class CapturedStep:
             return self._warm(recorder, entry, args, kwargs, watched=entry.warm == needed)
         if not self._record(recorder, entry, leaves, spec):
             return self._run_eagerly(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if recorder.runs_while_recording:
+            entry.copy_out(tensors)
             result = self._after(entry)
         else:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             try:
                 self._launch(entry, tensors, None)
             except PortError as error:
@@ -361,6 +369,7 @@ class CapturedStep:
         entry.before = before = self._host.hold_gradients(parameters)
 
         def work() -> Any:
+            entry.watch_inputs()
             result = self.function(*args, **kwargs)
             entry.settle_gradients()
             return result
@@ -372,9 +381,13 @@ class CapturedStep:
                 entry.recording, result = recorder.record(work, fingerprint.generators, feeds)
             if feeds is not None:
                 entry.open_ports(feeds, effects.landings)
-        except (RuntimeError, AssertionError) as error:
+        except BaseException as error:
             for p, gradient in zip(parameters, before, strict=True):
                 p.grad = gradient
+            if not isinstance(error, RuntimeError | AssertionError):
+                # the step's own, or an interrupt: it is recorded when it comes next
+                entry.forget()
+                raise
             if isinstance(error, PortError):
                 entry.forget()
                 self._leave_ports(error)
@@ -391,6 +404,11 @@ class CapturedStep:
             return False
         entry.keep(result, effects)
         self.captures += 1
+        if not entry.does_as_given([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            entry.forget()
+            assert self._recordings is not None
+            self._recordings.refuse(entry, "it writes into an argument, and two arguments are one memory")
+            return False
         return True
 
     # -------------------------------------------------------------------------------------------- running

@@ -608,3 +608,25 @@ def test_the_bad_update_is_named_by_what_the_recording_sends(optimizers):
             step(torch.full((8, 4), float("nan") if i == 20 else 1.0, device=loop.device))
     assert caught.value.step == 20 * optimizers
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_step_that_draws_on_the_host_draws_at_every_call():
+    loop = hotloop.Loop(seed=0, record=False)
+
+    def drawing(x):
+        # no wait for the device tells of this one
+        return x * 2 if torch.rand(()) < 0.5 else x
+
+    step = loop.capture(drawing, mode="graph")
+    torch.manual_seed(5)
+    found = torch.stack([step(torch.ones((), device="cuda")) for _ in range(12)]).tolist()
+    torch.manual_seed(5)
+    assert found == [2.0 if torch.rand(()) < 0.5 else 1.0 for _ in range(12)]
+    assert step.captures == 0
+    assert "torch's random stream of the CPU" in step.reason
+
+    noisy = loop.capture(lambda x: x + torch.rand_like(x), mode="graph")
+    for _ in range(6):
+        noisy(torch.ones(4, device="cuda"))
+    assert noisy.reason is None
+    assert noisy.replays == 3

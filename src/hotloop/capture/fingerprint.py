@@ -49,6 +49,7 @@ class Fingerprint:
         parameters: further parameters that may get gradients.
 
     Attributes:
+        function: the step.
         parameters: of the modules, then those that only an optimizer holds.
         modules: all modules found, with their submodules.
         generators: generators of random numbers that the step can reach.
@@ -66,6 +67,7 @@ class Fingerprint:
         skip: Iterable[Any] = (),
         parameters: Iterable[torch.Tensor] = (),
     ) -> None:
+        self.function = function
         self._names: list[str] = []
         self._getters: list[Callable[[], Any]] = []
         self._places = Places()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hotloop.capture.entry import describe
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
+from hotloop.capture.host_streams import HostStreams
 from hotloop.capture.reasons import cause_of
 from hotloop.errors import CaptureError
 from hotloop.stalls import record_syncs
@@ -135,10 +136,13 @@ class ModuleGraphs:
         self._pairs[key] = calls + 1
         fingerprint = self._frozen.fingerprint
         values, buffers = fingerprint.take(), fingerprint.tensors()
+        streams = HostStreams(type(self._module).forward, self._device)
         with record_syncs(self._device, copies=True) as waits:
             result = self._module._call_impl(*args, **kwargs)
         if waits:
             self._refuse(str(waits[0]))
+        elif (drawn := streams.drawn()) is not None:
+            self._refuse(drawn)
         elif fingerprint.tensors() != buffers or fingerprint.take() != values:
             self._refuse("it changes its own attributes")
         return result

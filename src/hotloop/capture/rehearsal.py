@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hotloop.capture.fingerprint import Fingerprint
+from hotloop.capture.host_streams import HostStreams
 from hotloop.capture.reasons import is_library
 from hotloop.stalls import record_syncs
 
@@ -42,17 +43,20 @@ def rehearse(
 ) -> Rehearsal:
     """Run `step` while `forwards` is open and see what it does to the things that a recording freezes.
 
-    With `watched` it is seen, too, where the host waits for the device.
+    With `watched` it is seen, too, where the host waits for the device, and whether it draws random numbers itself.
     """
     values, tensors = fingerprint.take(), fingerprint.tensors()
     watch: AbstractContextManager[Any] = record_syncs(device, copies=True) if watched else nullcontext([])
+    streams = HostStreams(fingerprint.function, device) if watched else None
     with forwards, watch as waits:
         found = Rehearsal(step())
     if waits and not is_library(waits[0].file):
         found.reason = str(waits[0])
         return found
     found.suspect = str(waits[0]) if waits else None
-    if (now := fingerprint.tensors()) != tensors:
+    if streams is not None and (drawn := streams.drawn()) is not None:
+        found.reason = drawn
+    elif (now := fingerprint.tensors()) != tensors:
         name = next(n for n in now if now[n] != tensors.get(n))
         found.reason = (
             f"the step replaces the tensor {name}; a replay would not see the new one: write into it"

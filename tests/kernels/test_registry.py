@@ -67,6 +67,12 @@ def test_a_given_backward_is_used_and_checked():
     with pytest.raises(KernelError, match="the gradient of argument 0 is"):
         register(good, **options(name="wrong_backward", backward=wrong))
 
+    def forgotten(slope, x, w, shift):
+        return slope * w * (x > 0), None, None
+
+    with pytest.raises(KernelError, match="backward returns None for argument 1, whose gradient is not zero"):
+        register(good, **options(name="forgotten_gradient", backward=forgotten))
+
 
 def test_values_that_differ_are_refused_with_the_place():
     def off_at_the_end(x: torch.Tensor, w: torch.Tensor, shift: float) -> torch.Tensor:
@@ -144,3 +150,25 @@ def test_elsewhere_the_twin_runs():
     x, w, _ = inputs(7, torch.float32, "cpu")
     assert torch.equal(kernel(x, w, 0.5), twin(x, w, 0.5))
     assert "not checked" in str(kernel)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"inputs": []}, "nothing to check it with"),
+        ({"inputs": None}, "nothing to check it with"),
+        ({"sizes": ()}, "nothing to check it with"),
+        ({"dtypes": ()}, "nothing to check it with"),
+        ({"dtypes": (torch.float8_e4m3fn,)}, "for torch.float8_e4m3fn give the largest relative error"),
+        ({"device_types": ("gpu",)}, "'gpu' is no type of device"),
+    ],
+)
+def test_what_would_check_nothing_is_refused(given, said):
+    with pytest.raises(KernelError, match=said):
+        register(good, **options(name="unchecked", **given))
+
+
+def test_one_type_of_device_by_its_name():
+    kernel = register(good, **options(name="one_device", device_types="cpu"))
+    assert kernel.device == torch.device("cpu")
+    assert kernel.checks == 18

@@ -80,7 +80,7 @@ def register(
     sizes: Sequence[int] = _SIZES,
     dtypes: Sequence[torch.dtype] = _DTYPES,
     bounds: Mapping[torch.dtype, float] | None = None,
-    device_types: Sequence[str] = ("cuda",),
+    device_types: str | Sequence[str] = ("cuda",),
 ) -> RegisteredKernel:
     """Make `op`, a function that launches a Triton or CUDA kernel, a torch operator, if it does what `twin` does.
 
@@ -92,28 +92,30 @@ def register(
         inputs: `(size, dtype, device) -> arguments` with random values, called for each of `sizes` and `dtypes`; or a
             list of argument tuples, whose floating-point tensors are redrawn and converted.
         backward: `(*gradients of the results, *arguments) -> gradients of the arguments`, a tuple with None where there
-            is none; checked too. It may launch kernels.
+            is none or it is zero; checked too. It may launch kernels.
         name: of the operator; by default that of `op`.
         sizes: sizes to check; odd ones are the point.
         dtypes: floating-point types to check.
         bounds: largest relative error by type; by default 1e-5 for float32, 2e-3 for float16, 1e-2 for bfloat16.
-        device_types: where the kernel runs.
+        device_types: where the kernel runs: "cuda", "cpu", or several.
 
     Each case is checked on dense inputs, on strided ones and on memory that begins 1 element into an allocation, with
     uninitialised memory poisoned. On CUDA it is recorded into a graph and replayed with other values, and timed.
 
     Raises:
         KernelError: it disagrees with the twin, changes an input, cannot be recorded, or has no annotations; the text
-            says for which input.
+            says for which input. Nothing to check it with, or a type without a bound.
     """
     name = name or str(getattr(op, "__name__", "kernel"))
     if not name.isidentifier():
         raise KernelError(f"register: {name!r} is no name for an operator: give name=, letters, digits and _")
+    kinds = (device_types,) if isinstance(device_types, str) else tuple(device_types)
+    limit = {**_BOUNDS, **(bounds or {})}
+    _check_arguments(name, inputs, sizes, dtypes, kinds, limit)
     schema = _schema(op, twin, name)
-    device = next((d for kind in device_types if (d := _device(kind)) is not None), None)
+    device = next((d for kind in kinds if (d := _device(kind)) is not None), None)
     kernel = RegisteredKernel(name, None, device)
     if device is not None:
-        limit = {**_BOUNDS, **(bounds or {})}
         for dtype in dtypes:
             for given, label in cases(inputs, sizes, dtype, device):
                 check(kernel, op, twin, backward, given, f"{name}{label}", limit[dtype], dtype)
@@ -121,8 +123,36 @@ def register(
         if device.type == "cuda":
             check_capture(kernel, op, twin, largest, limit[dtypes[0]], dtypes[0])
         kernel.kernel_us, kernel.twin_us = time_call(op, largest), time_call(twin, largest)
-    kernel.operator = _make_operator(name, schema, op, twin, backward, tuple(device_types))
+    kernel.operator = _make_operator(name, schema, op, twin, backward, kinds)
     return kernel
+
+
+def _check_arguments(
+    name: str,
+    inputs: Inputs | Sequence[tuple[Any, ...]],
+    sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    kinds: tuple[str, ...],
+    bounds: Mapping[torch.dtype, float],
+) -> None:
+    if not callable(inputs) and (not isinstance(inputs, list | tuple) or not inputs):
+        raise KernelError(
+            f"register({name}): inputs={inputs!r} gives nothing to check it with: a function (size, dtype, device) -> "
+            "arguments, or a list of argument tuples"
+        )
+    if not dtypes or (callable(inputs) and not sizes):
+        raise KernelError(f"register({name}): without sizes and dtypes there is nothing to check it with")
+    if unbounded := [d for d in dtypes if d not in bounds]:
+        raise KernelError(
+            f"register({name}): for {unbounded[0]} give the largest relative error: bounds={{dtype: 1e-2}}"
+        )
+    for kind in kinds:
+        try:
+            torch.device(kind)
+        except RuntimeError:
+            raise KernelError(
+                f"register({name}): device_types={kind!r} is no type of device; torch calls them cuda, cpu, xpu, mps"
+            ) from None
 
 
 def _schema(op: Callable[..., Any], twin: Callable[..., Any], name: str) -> str:

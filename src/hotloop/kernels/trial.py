@@ -136,6 +136,11 @@ def _check_gradients(
             continue
         expected = next(right)
         if gradient is None:
+            if expected.any():
+                raise KernelError(
+                    f"{what}: backward returns None for argument {i}, whose gradient is not zero: norm "
+                    f"{float(expected.norm()):.3g}"
+                )
             continue
         if gradient.shape != argument.shape or gradient.dtype != argument.dtype:
             raise KernelError(

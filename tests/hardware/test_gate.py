@@ -59,6 +59,21 @@ def test_closing_waits_for_all_that_are_inside():
     assert log == [1, 0, "closed"]
 
 
+def test_an_interrupt_while_it_waits_leaves_it_open(monkeypatch):
+    gate = RecordingGate()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with gate.passed() as free:
+        assert free
+        monkeypatch.setattr(gate._changed, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt), gate.closed():
+            raise AssertionError("somebody is inside")
+    with gate.passed() as free:
+        assert free
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_the_child_of_a_fork_begins_with_an_open_gate():

@@ -139,3 +139,32 @@ def test_what_holds_exchanges_goes_before_the_group(monkeypatch):
     monkeypatch.setattr(dist, "destroy_process_group", lambda: happened.append("group"))
     processes._shut_down()
     assert happened == ["kept", "group"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a device that is lost"), KeyboardInterrupt()], ids=str)
+def test_an_error_of_what_holds_exchanges_keeps_nobody_from_ending(monkeypatch, capsys, error):
+    import torch.distributed as dist
+
+    from hotloop.hardware import processes
+
+    happened = []
+
+    class Holder:
+        def close(self):
+            happened.append("close")
+            raise error
+
+    monkeypatch.setattr(processes, "_BEFORE_SHUT_DOWN", [])
+    holders = [Holder(), Holder()]
+    for holder in holders:
+        processes.before_shut_down(holder.close)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: happened.append("group"))
+    if isinstance(error, Exception):
+        processes._shut_down()
+        assert happened == ["close", "close", "group"]
+        assert capsys.readouterr().err.count("a device that is lost") == 2
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            processes._shut_down()
+        assert happened == ["close", "group"]

@@ -114,9 +114,12 @@ class CudaRecorder:
 
     def close(self) -> None:
         """Give up all recordings, which cannot be launched after that; waits for the device."""
-        torch.cuda.synchronize(self._device)
-        for recording in self._made:
-            recording.graph.reset()
+        try:
+            torch.cuda.synchronize(self._device)
+        finally:
+            for recording in tuple(self._made):
+                with suppress(RuntimeError):
+                    recording.graph.reset()
 
     def warm(self, work: Callable[[], Any]) -> Any:
         """See `Recorder.warm`. On the stream that will record, so that autograd's nodes belong to it."""

@@ -31,9 +31,11 @@ class RecordingGate:
         """No other thread is inside `passed`, nor comes in, while the context is open."""
         with self._changed:
             self._closings += 1
-            while self._inside:
-                self._changed.wait()
         try:
+            # an interrupt comes in the middle of waiting, too
+            with self._changed:
+                while self._inside:
+                    self._changed.wait()
             yield
         finally:
             with self._changed:

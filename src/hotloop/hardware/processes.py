@@ -7,6 +7,7 @@ import datetime
 import os
 import re
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -249,9 +250,19 @@ def _shut_down() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        for reference in _BEFORE_SHUT_DOWN:
-            method = reference()
-            if method is not None:
-                method()
-        dist.destroy_process_group()
+        try:
+            for reference in _BEFORE_SHUT_DOWN:
+                method = reference()
+                if method is not None:
+                    _try_to_end(method)
+        finally:
+            dist.destroy_process_group()
         time.sleep(0.05)
+
+
+def _try_to_end(method: Callable[[], None]) -> None:
+    """Call it; its error is told, and keeps nobody else from ending."""
+    try:
+        method()
+    except Exception:
+        traceback.print_exc()

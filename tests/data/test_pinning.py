@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections import namedtuple
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -109,6 +110,42 @@ def test_while_something_is_recorded_batches_come_as_they_are(pinned):
     assert pinned == []
     assert plain(next(batches([2]))) == plain(Batches()[2])
     assert pinned
+
+
+class Whole:
+    """A batch that only its own method can pin."""
+
+    def __init__(self, x):
+        self.x, self.pins = x, 0
+
+    def pin_memory(self):
+        self.pins += 1
+        self.x = self.x.pin_memory()
+        return self
+
+
+def whole(samples):
+    return Whole(torch.tensor(samples))
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["free", "recorded"])
+def test_a_batch_that_pins_itself_is_asked_to_once(pinned, recorded):
+    source = DataLoader(Numbers(), 3, num_workers=1, collate_fn=whole, pin_memory=True)
+    with RECORDING_GATE.closed() if recorded else nullcontext():
+        found = list(StreamWorkers(source, pins=True).batches(0, 0))
+    assert [(batch.x.tolist(), batch.pins) for batch in found] == [([0, 1, 2], 1), ([3, 4, 5], 1), ([6], 1)]
+    assert all((thread is threading.main_thread()) == recorded for thread, _ in pinned)
+    assert len(pinned) == 3
+
+
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument is set as true but not supported on MPS:UserWarning"
+)
+def test_batches_come_as_they_are_where_torch_pins_nothing(pinned, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("mps"))
+    found = [plain(batch) for batch in batches([3, 0], pin_memory=True)]
+    assert found == [plain(Batches()[index]) for index in (3, 0)]
+    assert pinned == []
 
 
 def test_a_worker_s_error_comes_in_its_turn(pinned):

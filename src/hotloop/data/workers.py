@@ -69,7 +69,7 @@ class _Carried:
 
     That thread asks every object that it meets to pin itself. So the batch keeps its types, which torch's own way
     does not always, and the thread makes no device call while work is being recorded: it then hands the batch on as
-    it is, and the prefetch pins it.
+    it is, and the prefetch pins it. What torch was asked to pin is still carried then, and pinned by who takes it.
     """
 
     def __init__(self, batch: Any, by_torch: bool) -> None:
@@ -79,13 +79,17 @@ class _Carried:
     def pin_memory(self, *_: Any) -> Any:
         """The batch in page-locked memory; as torch does it, if the script asked torch for it."""
         with RECORDING_GATE.passed() as free:
-            if not free:
-                return self.batch
-            if self.by_torch:
-                from torch.utils.data._utils.pin_memory import pin_memory
+            if free:
+                return self.unpack()
+        return self if self.by_torch else self.batch
 
-                return pin_memory(self.batch)
-            return pin(self.batch)
+    def unpack(self) -> Any:
+        """The batch in page-locked memory, whatever is being recorded."""
+        if self.by_torch:
+            from torch.utils.data._utils.pin_memory import pin_memory
+
+            return pin_memory(self.batch)
+        return pin(self.batch)
 
 
 class _Collated:
@@ -106,7 +110,11 @@ def _pass_on(batch: Any) -> Any:
 
 def pins_apart(pins: bool) -> bool:
     """Whether batches of workers are pinned by a thread of their own: if they are to be, and can be."""
-    return pins and torch.accelerator.is_available()
+    if not pins or not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    # torch pins nothing for MPS, and starts no thread there
+    return accelerator is None or accelerator.type != "mps"
 
 
 class _TicketDataset(Dataset[Any]):
@@ -168,7 +176,8 @@ def _until_left(inner: DataLoader[Any]) -> Iterator[Any]:
     """
     batches: Any = iter(inner)
     try:
-        yield from batches
+        for batch in batches:
+            yield batch.unpack() if isinstance(batch, _Carried) else batch
     finally:
         if not inner.persistent_workers and hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()

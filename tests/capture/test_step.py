@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
-from hotloop.errors import CaptureError
+from hotloop.errors import CaptureError, SettingError
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(64, 1, generator=torch.Generator().manual_seed(2))
@@ -390,6 +390,64 @@ def test_modes_on_the_cpu(capsys):
     assert loop.capture(lambda x: x, mode="full").mode == "compile"
     with pytest.raises(hotloop.HotloopError, match="auto, off, compile, graph, full"):
         loop.capture(lambda x: x, mode="fast")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "fast"}, "auto, off, compile, graph, full"),
+        ({"outputs": "mine"}, '"clone", "static"'),
+        ({"check_every": 2.5}, "check_every=2.5.*whole number"),
+        ({"check_every": 0}, "at least 1"),
+        ({"pool_bytes": "4GB"}, "pool_bytes='4GB'.*whole number"),
+        ({"buckets": 8}, "hotloop.capture.Buckets"),
+        ({"function": "full"}, r"mode=\.\.\."),
+        ({"function": lambda x: (yield x)}, "yields"),
+    ],
+)
+def test_options_that_make_no_sense_are_errors(given, said):
+    loop = hotloop.Loop(record=False, device="cpu")
+    with pytest.raises(SettingError, match=said):
+        loop.capture(**{"function": torch.neg, **given})
+
+
+def test_a_step_without_recordings_is_shown_as_that():
+    loop = hotloop.Loop(record=False, device="cpu")
+    assert repr(loop.capture(torch.neg)) == "<captured step neg, mode 'off': runs as it is>"
+    assert "forwards compiled" in repr(loop.capture(torch.neg, mode="compile"))
+
+
+def test_how_a_step_runs_is_what_it_is_shown_as(graph_loop):
+    def step(x):
+        return x + 1
+
+    captured = graph_loop().capture(step, mode="graph")
+    for _ in range(8):
+        captured(torch.ones(1))
+    assert repr(captured) == "<captured step step, mode 'graph': 1 recordings, 5 replays>"
+    printing = graph_loop().capture(lambda x: print(x), mode="graph")
+    assert "runs eagerly: line" in repr(printing)
+
+
+def test_a_method_is_captured_for_its_object():
+    loop = hotloop.Loop(record=False, device="cpu")
+
+    class Trainer:
+        def __init__(self, factor):
+            self.factor = factor
+            self.step = loop.capture(self.step)
+
+        def step(self, x):
+            return x * self.factor
+
+    assert [Trainer(k).step(torch.ones(())).item() for k in (2, 3)] == [2.0, 3.0]
+
+
+def test_a_scalar_is_one_number():
+    loop = hotloop.Loop(record=False, device="cpu")
+    with pytest.raises(SettingError, match=r"holds one number; pass a tensor of shape \(3,\)"):
+        loop.scalar("weights", torch.ones(3))
+    assert loop.scalar("weight", torch.tensor([0.5])).item() == 0.5
 
 
 def test_a_state_loaded_after_captures_brings_its_rate_to_the_recording(graph_loop, tmp_path):

@@ -95,6 +95,15 @@ class CapturedStep:
         elif mode in ("auto", "graph", "full"):
             self._give_up(f"{host.device} records no graphs")
 
+    def __repr__(self) -> str:
+        if self.reason is not None:
+            how = f"runs eagerly: {self.reason}"
+        elif self._recorder is None:
+            how = "runs as it is" if self.mode == "off" else "runs eagerly, its forwards compiled"
+        else:
+            how = f"{self.captures} recordings, {self.replays} replays"
+        return f"<captured step {self.name}, mode {self.mode!r}: {how}>"
+
     @property
     def evictions(self) -> int:
         """How many recordings were given up for memory."""

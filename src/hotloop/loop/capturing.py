@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -86,9 +87,26 @@ class LoopHost:
         if outputs not in ("clone", "static"):
             raise SettingError(f'outputs={outputs!r} is not known; valid values are: "clone", "static"')
         for name, number in (("pool_bytes", pool_bytes), ("check_every", check_every)):
-            if number is not None and number < 1:
-                raise SettingError(f"capture({name}={number}): it has to be at least 1, or None")
-        from hotloop.capture import CapturedStep
+            if number is not None and not (
+                isinstance(number, int | float) and number >= 1 and number % 1 == 0
+            ):
+                raise SettingError(
+                    f"capture({name}={number!r}): it has to be a whole number, at least 1, or None"
+                )
+        from hotloop.capture import Buckets, CapturedStep
+
+        if buckets is not None and not isinstance(buckets, Buckets):
+            raise SettingError(
+                f"capture(buckets={buckets!r}): it has to be a hotloop.capture.Buckets, such as Buckets(dim=1, most=6)"
+            )
+        if function is not None and not callable(function):
+            raise SettingError(
+                f"capture({function!r}): this is no function; options are given by name: @loop.capture(mode=...)"
+            )
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise SettingError(
+                f"capture({function.__name__}): a step that yields or awaits is no single launch"
+            )
 
         make = functools.partial(
             CapturedStep,
@@ -103,6 +121,10 @@ class LoopHost:
 
     def scalar(self, name: str, value: float | None) -> torch.Tensor:
         """See `Loop.scalar`."""
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise SettingError(
+                f"loop.scalar({name!r}) holds one number; pass a tensor of shape {tuple(value.shape)} to the step"
+            )
         held = self._scalars.get(name)
         if held is None:
             if value is None:

@@ -212,8 +212,16 @@ class ResidentOptimizer(Optimizer):
                     state["master"] = new_master(p)
         self._mark()
         keep_precision(self, state_dict, self._hotloop_masters)
+        self._lay_out_state()
         self._mark()
         self._share_counters()
+
+    def _lay_out_state(self) -> None:
+        """State lies in memory as its parameter does, which kernels rely on; files keep no strides."""
+        for p, state in self.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                    state[name] = torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
 
     def _share_counters(self) -> None:
         """Counters that agree are one again; reads them, as only loading may."""

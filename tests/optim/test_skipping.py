@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hotloop
+from hotloop.errors import OptimizerError
 from hotloop.optim import MaskedStep, choose_route, prefer_fused, takes_device_rate
 
 
@@ -38,6 +39,20 @@ def test_routes():
     assert choose_route(torch.optim.NAdam([p]), "stop") == "none"
     with pytest.raises(hotloop.HotloopError, match="NAdam cannot skip"):
         choose_route(torch.optim.NAdam([p]), "skip")
+    assert choose_route(torch.optim.SGD([p], lr=0.1), "ignore", scaled=True) == "masked"
+
+
+def test_an_optimizer_that_cannot_skip_is_told_what_can():
+    p = parameter()
+    with pytest.raises(OptimizerError) as caught:
+        choose_route(torch.optim.AdamW([p]), "stop", scaled=True)
+    # no capturable=True, which torch refuses on the CPU, and no nonfinite=, which fp16 does not ask about
+    assert str(caught.value).endswith('use hotloop.optim.AdamW or fused=True or precision="bf16"')
+    with pytest.raises(OptimizerError) as caught:
+        choose_route(torch.optim.NAdam([p]), "skip")
+    assert str(caught.value).endswith('use nonfinite="stop"')
+    for cure in (hotloop.optim.AdamW([p]), torch.optim.AdamW([p], fused=True)):
+        assert choose_route(cure, "stop", scaled=True) == "fused"
 
 
 def test_momentum_begins_at_zero_which_is_torchs_first_step():

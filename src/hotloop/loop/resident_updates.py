@@ -49,8 +49,7 @@ class ResidentUpdates(Updates):
         self._behind = False
         self.host_schedule = False
         self.watching = state.watching or state.scale is not None
-        # an fp16 overflow is skipped whatever is asked about non-finite losses
-        self.route = choose_route(optimizer, "skip" if state.scale is not None else state.nonfinite)
+        self.route = choose_route(optimizer, state.nonfinite, scaled=state.scale is not None)
         self._masked = MaskedStep(optimizer, self._step, state.nonfinite) if self.route == "masked" else None
         self._one_launch: OneLaunch | None = None
         self._looked = False

@@ -39,13 +39,18 @@ def prefer_fused(optimizer: Optimizer) -> bool:
     return True
 
 
-def choose_route(optimizer: Optimizer, nonfinite: str) -> str:
+def choose_route(optimizer: Optimizer, nonfinite: str, *, scaled: bool = False) -> str:
     """How updates of `optimizer` are refused on the device: "fused", "masked", or "none".
 
+    Args:
+        optimizer: any.
+        nonfinite: what a loop was asked to do about non-finite values.
+        scaled: losses are scaled, as in fp16: overflows are skipped, whatever `nonfinite` is.
+
     Raises:
-        OptimizerError: `nonfinite="skip"` with an optimizer that allows neither; the text names it.
+        OptimizerError: an update may have to be skipped, and the optimizer allows neither; the text names it.
     """
-    if nonfinite == "ignore":
+    if nonfinite == "ignore" and not scaled:
         return "none"
     if device_settings(optimizer):
         # hotloop's own obey the flag whichever kernels compute
@@ -59,10 +64,15 @@ def choose_route(optimizer: Optimizer, nonfinite: str) -> str:
     reason = _why_not_masked(optimizer)
     if reason is None:
         return "masked"
-    if nonfinite == "skip":
+    if scaled or nonfinite == "skip":
+        name = type(optimizer).__name__
+        cures = [f"hotloop.optim.{name}", "fused=True"] if type(optimizer) in (Adam, AdamW) else []
+        if "capturable" in optimizer.defaults and _on_accelerator(optimizer):
+            cures.append("capturable=True")
+        cures.append('precision="bf16"' if scaled else 'nonfinite="stop"')
         raise OptimizerError(
-            f"{type(optimizer).__name__} cannot skip an update on the device: {reason}; use fused=True where the "
-            'optimizer has it, capturable=True, or nonfinite="stop"'
+            f"{name} cannot skip an update on the device{', as fp16 may have to' if scaled else ''}: {reason}; use "
+            + " or ".join(cures)
         )
     return "none"
 

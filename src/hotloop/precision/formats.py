@@ -163,7 +163,7 @@ def find_precision(wanted: str | Precision, device: torch.device) -> Precision:
     if precision.name == "fp8":
         more = (
             " (fp8 matrix units: NVIDIA Ada, Hopper and later, compute capability 8.9 and up; to try out its errors "
-            'anywhere, Precision("fp8", emulated=True))'
+            'anywhere, Precision("fp8", layers="all", emulated=True))'
         )
     raise PrecisionError(f"precision={precision.name!r} is not available on {device}{more}; {have}")
 

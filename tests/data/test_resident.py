@@ -19,7 +19,7 @@ from hotloop.data import (
     window_starts,
 )
 from hotloop.data.resident import permutation
-from hotloop.errors import DataError
+from hotloop.errors import DataError, KernelError
 from hotloop.hardware import Processes
 from hotloop.kernels.augment import philox
 
@@ -119,7 +119,7 @@ def test_prepared_it_knows_its_position_like_any_loader():
 
     unbroken = run(None)
     assert len(unbroken) == 18
-    for place in (1, 5, 8):
+    for place in (1, 5, 6, 8, 12):
         again = run(place)
         assert all(torch.equal(a, b) for a, b in zip(unbroken, again, strict=True))
 
@@ -308,6 +308,57 @@ def test_misuse_says_what_to_do():
         window_starts(4, 2, offsets=torch.tensor([0, 3]))
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ResidentImages(images().numpy()), "must be a tensor"),
+        (lambda: ResidentImages(images(), torch.rand(30)), "integers"),
+        (lambda: ResidentImages(images(), torch.arange(30)[:, None]), "integers"),
+        (lambda: ResidentImages(images(), torch.arange(29)), "29 labels"),
+        (lambda: ResidentImages(images(), torch.arange(30), classes=29), "from 0 to 29"),
+        (lambda: ResidentImages(images(), torch.arange(30) - 1, classes=30), "from -1 to 28"),
+        (lambda: ResidentImages(images(), torch.arange(30), classes=30, smoothing=1.5), "smoothing"),
+        (lambda: ResidentArrays([1, 2, 3]), "takes tensors"),
+        (lambda: ResidentLoader(images().numpy(), 4), "no resident source"),
+        (lambda: ResidentWindows(torch.ones(9, 2), 3, mean=torch.ones(3), std=torch.ones(3)), "2 columns"),
+        (
+            lambda: ResidentWindows(torch.ones(9, 2), 3, mean=torch.ones(2), std=torch.tensor([1.0, 0.0])),
+            "column 1",
+        ),
+        (lambda: ResidentWindows(torch.ones(9, 2), 3, offsets=torch.tensor([])), "offsets must rise"),
+        (lambda: ResidentWindows(torch.ones(3, 2), 3, ids=["a", "a", "b"]), "ids must be numbers"),
+        (lambda: ResidentLoader(ResidentImages(images()), resizing=[(1, 4)]), "resizing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_kernel_reads_it(make, text):
+    with pytest.raises(DataError, match=text):
+        make()
+
+
+def test_images_are_not_moved_out_of_their_reflection():
+    source = ResidentImages(images(4), how=Augment(translate=7))
+    far = torch.cat([source.cut(torch.arange(4), torch.tensor(e), 0, None) for e in range(50)])
+    assert far.min() >= 0
+    assert far.max() <= 1
+    for how in (
+        Augment(translate=8),
+        Augment(translate=4, offset=(0, 4)),
+        Augment(translate=12, padding="zero"),
+    ):
+        with pytest.raises(KernelError, match="too small"):
+            ResidentImages(images(4), how=how).cut(torch.arange(4), torch.tensor(0), 0, None)
+    with pytest.raises(KernelError, match="std"):
+        Augment(std=(0.0,))
+
+
+def test_groups_may_be_arrays_or_lists():
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    wanted = window_starts(7, 2, ids=ids)
+    assert wanted.tolist() == [0, 1, 3, 4, 5]
+    for same in ({"ids": ids.numpy()}, {"ids": ids.tolist()}, {"offsets": [0, 3, 7]}):
+        assert torch.equal(window_starts(7, 2, **same), wanted)
+
+
 def test_a_loop_goes_on_from_its_checkpoint_to_the_bit(tmp_path):
     def run(folder, stop):
         loop = hotloop.Loop(record=False, seed=0)
@@ -335,6 +386,9 @@ def test_a_loop_goes_on_from_its_checkpoint_to_the_bit(tmp_path):
     whole = run(tmp_path / "whole", 0)
     assert run(tmp_path / "parts", 11) == whole[:11]
     assert run(tmp_path / "parts", 0) == whole[11:]
+    # behind the last batch of an epoch
+    assert run(tmp_path / "end", 8) == whole[:8]
+    assert run(tmp_path / "end", 0) == whole[8:]
 
 
 def test_whitened_patches_are_uncorrelated():

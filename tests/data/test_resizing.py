@@ -208,3 +208,34 @@ def test_small_images_can_be_crops():
     assert all(b[0].shape[2:] == (8, 8) for b in loader)
     with pytest.raises(DataError, match="resize, crop"):
         ResidentImages(x, shrink="squeeze")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 0},
+        {"batch_size": 8, "multiple": 0},
+        {"batch_size": 8, "cost": -1.0},
+        {"batch_size": 8, "most": 4},
+        {"batch_size": 8, "sizes": [(float("nan"), 16)]},
+        {"batch_size": 8, "sizes": [(float("inf"), 16), (1, 32)]},
+        {"batch_size": 8, "sizes": [(1, 16.5), (1, 32)]},
+        {"batch_size": 8, "sizes": [16, 32]},
+    ],
+)
+def test_plans_that_cannot_be_are_refused(settings):
+    sizes = settings.pop("sizes", [(1, 16), (1, 32)])
+    with pytest.raises(DataError, match="|".join(["sizes", "at least", "most"])):
+        Resizing(sizes, **settings)
+
+
+def test_batches_of_smaller_samples_are_never_smaller():
+    plan = Resizing([(1, 31), (1, 32)], batch_size=12)
+    assert [(s.batch_size, s.rate) for s in plan.stages] == [(12, 1.0), (12, 1.0)]
+    with pytest.raises(DataError, match="start < end"):
+        Resizing.ramp(32, 24, 10, batch_size=8)
+    with pytest.raises(DataError, match="below 1"):
+        Resizing.ramp(24, 32, 10, batch_size=8, delay=0.9, finish=0.9)
+    for odd in (torch.rand(2, 8, 8, 3), torch.zeros(8, 8, 3, dtype=torch.uint8)):
+        with pytest.raises(DataError, match="uint8"):
+            resize_images(odd, 4)

@@ -37,7 +37,8 @@ class ResidentImages:
         eager: use the twin on a CUDA device too.
 
     Raises:
-        DataError: images are not uint8 [N, H, W, C], or lengths differ.
+        DataError: images are not uint8 [N, H, W, C], lengths differ, labels are not integers [N], or, where they lie
+            on the host, are no classes.
     """
 
     def __init__(
@@ -54,19 +55,25 @@ class ResidentImages:
         device: torch.device | str | None = None,
         eager: bool = False,
     ) -> None:
+        if not isinstance(images, torch.Tensor):
+            raise DataError(
+                f"images must be a tensor, not a {type(images).__name__}: torch.as_tensor makes one"
+            )
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(
                 f"images must be uint8 [N, H, W, C], not {images.dtype} {list(images.shape)}; float images go into "
                 "ResidentArrays"
             )
-        if labels is not None and len(labels) != len(images):
-            raise DataError(f"{len(images)} images have {len(labels)} labels")
+        if labels is not None:
+            _check_labels(labels, len(images), classes)
         if filters is not None and labels is None:
             raise DataError("a first layer in the loader needs labels")
         if shrink not in ("resize", "crop"):
             raise DataError(f"shrink={shrink!r} is not known; valid values are: resize, crop")
         if smoothing and not classes:
             raise DataError("smoothing needs classes: how many there are")
+        if not 0.0 <= smoothing <= 1.0:
+            raise DataError(f"smoothing={smoothing} is a share, from 0 to 1")
         where = images.device if device is None else torch.device(device)
         self.images = images.to(where).contiguous()
         self.labels = None if labels is None else labels.to(where, torch.int64)
@@ -130,6 +137,20 @@ class ResidentImages:
             images, self.labels, indices, epoch, how, seed=seed, dtype=self.dtype, classes=self.classes,
             smoothing=self.smoothing, eager=self.eager,
         )  # fmt: skip
+
+
+def _check_labels(labels: torch.Tensor, count: int, classes: int) -> None:
+    if not isinstance(labels, torch.Tensor):
+        raise DataError(f"labels must be a tensor, not a {type(labels).__name__}: torch.as_tensor makes one")
+    if labels.is_floating_point() or labels.dim() != 1:
+        raise DataError(f"labels must be integers [N], not {labels.dtype} {list(labels.shape)}")
+    if len(labels) != count:
+        raise DataError(f"{count} images have {len(labels)} labels")
+    # those on a device would have to be waited for
+    if classes and count and labels.device.type == "cpu":
+        lowest, highest = int(labels.min()), int(labels.max())
+        if lowest < 0 or highest >= classes:
+            raise DataError(f"labels go from {lowest} to {highest}, but classes={classes}")
 
 
 @torch.no_grad()

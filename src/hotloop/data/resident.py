@@ -41,12 +41,16 @@ class ResidentArrays:
         arrays: moved to `device` if that is given.
 
     Raises:
-        DataError: no arrays, other lengths, or other devices.
+        DataError: no arrays, ones that are no tensors, other lengths, or other devices.
     """
 
     def __init__(self, *arrays: torch.Tensor, device: torch.device | str | None = None) -> None:
         if not arrays:
             raise DataError("ResidentArrays needs at least one tensor")
+        if odd := [type(a).__name__ for a in arrays if not isinstance(a, torch.Tensor)]:
+            raise DataError(
+                f"ResidentArrays takes tensors, not a {odd[0]}: torch.as_tensor makes one of an array"
+            )
         self.arrays = tuple(a.to(device) if device is not None else a for a in arrays)
         if len({len(a) for a in self.arrays}) > 1 or len({a.device for a in self.arrays}) > 1:
             shown = ", ".join(f"{tuple(a.shape)} on {a.device}" for a in self.arrays)
@@ -101,8 +105,15 @@ class ResidentLoader:
             source = ResidentArrays(source)
         elif isinstance(source, (tuple, list)):
             source = ResidentArrays(*source)
+        if not hasattr(source, "cut"):
+            raise DataError(
+                f"a {type(source).__name__} is no resident source: give tensors, ResidentArrays, ResidentImages or "
+                "ResidentWindows; other data goes through a DataLoader"
+            )
         if (batch_size is None) == (resizing is None):
             raise DataError("ResidentLoader takes either batch_size or resizing, which has its own")
+        if resizing is not None and not isinstance(resizing, Resizing):
+            raise DataError(f"resizing is a hotloop.data.Resizing, not a {type(resizing).__name__}")
         if batch_size is not None and batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
         if not len(source):

@@ -99,6 +99,8 @@ class _ResidentEpoch(Epoch):
                 mine, batches - sum(present) + rank, 0 if replay else len(mine), end - first, i == len(cuts) - 1,
                 steps, batches, end, replay, batch,
             )  # fmt: skip
+        # also where it was resumed behind its last batch, and had nothing to hand out
+        self._any = True
 
     def ended(self) -> bool:
         """Steps say by themselves which is the last."""

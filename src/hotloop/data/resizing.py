@@ -6,6 +6,7 @@ where a step costs a fraction, and end at full size, at which the network is jud
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -41,14 +42,17 @@ class Resizing:
     """Which size, batch size and rate hold at which point of a run; give it to a `ResidentLoader`.
 
     Args:
-        sizes: (epochs, size) in turn; epochs may be fractions. After the last one the last size stays.
+        sizes: (epochs, size) in turn; epochs may be fractions, sizes are whole. After the last one the last size stays.
         batch_size: at the largest size.
         cost: how work grows with size: 2 for images, 1 for sequences. Batches of smaller samples hold
-            (largest / size) ** cost times as many samples; 0 keeps the batch size.
+            (largest / size) ** cost times as many samples, and never fewer; 0 keeps the batch size.
         most: no batch is larger than this.
-        multiple: batch sizes are multiples of it (tensor cores like 8 and more).
+        multiple: larger batches are rounded down to multiples of it (tensor cores like 8 and more).
         rate: "linear" multiplies the rate by what the batch grew by (Goyal et al. 2017), "sqrt" by its root, "none"
             leaves it.
+
+    Raises:
+        DataError: a setting out of its range.
 
     >>> plan = Resizing([(2, 16), (2, 32)], batch_size=64)
     >>> [(s.until, s.size, s.batch_size, s.rate) for s in plan.stages]
@@ -65,8 +69,16 @@ class Resizing:
         multiple: int = 8,
         rate: str = "linear",
     ) -> None:
-        if not sizes or any(epochs <= 0 or size < 1 for epochs, size in sizes):
-            raise DataError(f"sizes={list(sizes)!r}: give (epochs, size) pairs, both above 0")
+        if not sizes or any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in sizes):
+            raise DataError(f"sizes={list(sizes)!r}: give (epochs, size) pairs")
+        if any(not 0 < epochs < math.inf or size < 1 or size != int(size) for epochs, size in sizes):
+            raise DataError(f"sizes={list(sizes)!r}: give (epochs, size) pairs, both above 0, sizes whole")
+        if batch_size < 1 or multiple < 1 or cost < 0:
+            raise DataError(
+                f"batch_size={batch_size} and multiple={multiple} must be at least 1, cost={cost} at least 0"
+            )
+        if most is not None and most < batch_size:
+            raise DataError(f"most={most} is below batch_size={batch_size}, that of the largest size")
         power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}.get(rate)
         if power is None:
             raise DataError(f"rate={rate!r} is not known; valid values are: linear, sqrt, none")
@@ -77,11 +89,7 @@ class Resizing:
             done += epochs
             wanted = batch_size * (largest / size) ** cost
             batch = min(wanted, most) if most is not None else wanted
-            batch = (
-                max(int(batch // multiple) * multiple, min(batch_size, multiple))
-                if size != largest
-                else batch_size
-            )
+            batch = max(int(batch // multiple) * multiple, batch_size) if size != largest else batch_size
             until = float("inf") if i == len(sizes) - 1 else done
             stages.append(Stage(until, size, int(batch), (batch / batch_size) ** power))
         self.stages = tuple(stages)
@@ -104,9 +112,18 @@ class Resizing:
         """From `start` to `end` in equal steps of `step`: the first `delay` of the epochs at start, the last `finish`
         at end (the shape of Composer's ProgressiveResizing).
 
+        Raises:
+            DataError: `start` is not below `end`, or `delay` and `finish` are no shares that leave something between.
+
         >>> [(s.until, s.size) for s in Resizing.ramp(24, 32, 10, batch_size=8).stages]
         [(4.0, 24), (8.0, 28), (inf, 32)]
         """
+        if not 0 < start < end or step < 1:
+            raise DataError(
+                f"ramp({start}, {end}, step={step}): give 0 < start < end and a step of 1 or more"
+            )
+        if not (delay > 0.0 and finish > 0.0 and delay + finish < 1.0):
+            raise DataError(f"delay={delay} and finish={finish} are shares of the run, together below 1")
         between = list(range(start + step, end, step))
         middle = (1.0 - delay - finish) * epochs
         if not between:
@@ -157,6 +174,10 @@ def resize_images(images: torch.Tensor, size: int, *, chunk_bytes: int = 1 << 26
     float images, where float32 products are exact (with tf32 allowed, within 0.7). Rows and columns are two matrix
     products with interpolate's own weights; about `chunk_bytes` of images are in work at a time.
     """
+    if images.dtype != torch.uint8 or images.dim() != 4 or size < 1:
+        raise DataError(
+            f"size={size} of images {images.dtype} {list(images.shape)}: give uint8 [N, H, W, C] and 1 or more"
+        )
     N, H, W, C = images.shape
     width = max(1, round(W * size / H))
     down = _weights(H, size, images.device)

@@ -16,8 +16,8 @@ def window_starts(
     rows: int,
     length: int,
     *,
-    ids: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
+    ids: Any = None,
+    offsets: Any = None,
     stride: int = 1,
     horizon: int = 0,
 ) -> torch.Tensor:
@@ -26,6 +26,7 @@ def window_starts(
     Args:
         rows: N.
         ids: [N], the group of each row; a group is a run of equal ids, so one that comes back later is another.
+            Numbers: a tensor, an array or a list, as offsets.
         offsets: int64 [G + 1], the first row of each group, and N; instead of ids.
         stride: rows between two windows of a group, the first of which begins with it.
 
@@ -39,6 +40,7 @@ def window_starts(
     if ids is not None and offsets is not None:
         raise DataError("give the groups as ids or as offsets, not both")
     if ids is not None:
+        ids = _as_tensor(ids, "ids")
         if ids.dim() != 1 or len(ids) != rows:
             raise DataError(f"ids of shape {list(ids.shape)} do not name the groups of {rows} rows")
         changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
@@ -46,8 +48,14 @@ def window_starts(
         offsets = torch.cat((torch.zeros_like(ends), changes, ends))
     elif offsets is None:
         offsets = torch.tensor([0, rows])
-    offsets = offsets.to(torch.int64)
-    if int(offsets[0]) != 0 or int(offsets[-1]) != rows or bool((offsets.diff() < 0).any()):
+    offsets = _as_tensor(offsets, "offsets").to(torch.int64)
+    if (
+        offsets.dim() != 1
+        or not len(offsets)
+        or int(offsets[0]) != 0
+        or int(offsets[-1]) != rows
+        or bool((offsets.diff() < 0).any())
+    ):
         raise DataError(f"offsets must rise from 0 to {rows}, the number of rows")
     first = offsets[:-1]
     counts = ((offsets.diff() - length - horizon) // stride + 1).clamp(min=0)
@@ -67,13 +75,13 @@ class ResidentWindows:
         length: T, rows of a window.
         targets: tensors [N, ...]; a window's are those of the row `horizon` behind its last one.
         ids, offsets, stride, horizon: as in `window_starts`.
-        mean, std: [F] each, to normalise by; both or none.
+        mean, std: [F] each, to normalise by; both or none. Each deviation is above 0: leave constant columns out.
         dtype: of the windows; data's own by default.
         device: where all of it is moved.
         eager: use the kernel's twin on a CUDA device too.
 
     Raises:
-        DataError: shapes do not fit, or no window does.
+        DataError: shapes do not fit, a deviation is not above 0, or no window fits.
     """
 
     def __init__(
@@ -81,8 +89,8 @@ class ResidentWindows:
         data: torch.Tensor,
         length: int,
         *targets: torch.Tensor,
-        ids: torch.Tensor | None = None,
-        offsets: torch.Tensor | None = None,
+        ids: Any = None,
+        offsets: Any = None,
         stride: int = 1,
         horizon: int = 0,
         mean: torch.Tensor | None = None,
@@ -97,6 +105,8 @@ class ResidentWindows:
             raise DataError(f"targets of {[len(t) for t in targets]} rows do not belong to {len(data)} rows")
         if (mean is None) != (std is None):
             raise DataError("give both mean and std, or none")
+        if mean is not None and std is not None:
+            _check_statistics(mean, std, data.shape[1])
         where = data.device if device is None else torch.device(device)
         starts = window_starts(len(data), length, ids=ids, offsets=offsets, stride=stride, horizon=horizon)
         if not len(starts):
@@ -137,3 +147,24 @@ class ResidentWindows:
         if not self.targets:
             return windows
         return (windows, *(t.index_select(0, last) for t in self.targets))
+
+
+def _as_tensor(values: Any, name: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{name} must be numbers, as np.unique(..., return_inverse=True) makes of names: {error}"
+        ) from error
+
+
+def _check_statistics(mean: torch.Tensor, std: torch.Tensor, features: int) -> None:
+    for name, values in (("mean", mean), ("std", std)):
+        if values.shape != (features,):
+            raise DataError(f"{name} of shape {list(values.shape)} does not belong to {features} columns")
+    bad = (~(std > 0)).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"std of column {bad[0]} is {float(std[bad[0]])}: it must be above 0 to divide by; leave a constant column "
+            "out, or give it a deviation of 1"
+        )

@@ -51,7 +51,7 @@ class Augment:
         mean, std: of each channel, in units of the stored values over 255; one entry stands for all channels.
 
     Raises:
-        KernelError: an unknown word, or a negative count.
+        KernelError: an unknown word, a negative count, or a deviation that is not above 0.
     """
 
     translate: int = 0
@@ -76,6 +76,8 @@ class Augment:
             raise KernelError(
                 f"translate={self.translate}, cutout={self.cutout} and crop={self.crop} are counts of pixels"
             )
+        if not all(value > 0 for value in self.std):
+            raise KernelError(f"std={self.std} must be above 0: images are divided by it")
 
 
 def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: int, c3: int = 0) -> list[torch.Tensor]:
@@ -332,7 +334,16 @@ def _cut(how: Augment, height: int, width: int) -> tuple[int, int]:
     """Height and width of what is cut out."""
     if how.crop > min(height, width):
         raise KernelError(f"a square of {how.crop} pixels cannot be cut out of images of {height} x {width}")
-    return (how.crop, how.crop) if how.crop else (height, width)
+    h, w = (how.crop, how.crop) if how.crop else (height, width)
+    for size, cut, moved in ((height, h, how.offset[0]), (width, w, how.offset[1])):
+        # behind the reflection of the whole image there is nothing to show
+        first = (size - cut) // 2 + moved
+        if first - how.translate < -2 * (size - 1) or first + how.translate + cut - 1 > 2 * (size - 1):
+            raise KernelError(
+                f"images of {height} x {width} are too small for translate={how.translate} and offset={how.offset}: "
+                "they may be moved by less than a side"
+            )
+    return h, w
 
 
 def _below(word: torch.Tensor, n: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Rates as torch schedulers: groups, units, saving and resuming, chaining, momentum and weight decay."""
 
+import copy
+
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -207,3 +209,36 @@ def test_a_rate_that_is_a_tensor_is_written_into():
 def test_mistakes_are_told(make_it, error, text):
     with pytest.raises(error, match=text):
         make_it()
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_a_chain_resumes_whatever_is_loaded_first(scheduler_first):
+    def build():
+        optimizer = make()
+        mine = courses.one_cycle(1.0, 10, momentum=None).scheduler(optimizer, relative=True)
+        return optimizer, lr_scheduler.ChainedScheduler([mine, lr_scheduler.ExponentialLR(optimizer, 0.9)])
+
+    rate = courses.one_cycle(1.0, 10)
+    for stop in range(12):
+        optimizer, chain = build()
+        for _ in range(stop):
+            step(optimizer, chain)
+        parts = [(chain, chain.state_dict()), (optimizer, copy.deepcopy(optimizer.state_dict()))]
+        new = dict(zip((chain, optimizer), reversed(build()), strict=True))
+        for old, state in parts if scheduler_first else reversed(parts):
+            new[old].load_state_dict(state)
+        for k in range(stop, 12):
+            assert lrs(new[optimizer])[0] == pytest.approx(0.1 * rate(k) * 0.9**k, rel=1e-12)
+            step(new[optimizer], new[chain])
+
+
+def test_a_state_of_something_else_is_refused():
+    one = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    scheduler = rates.constant(0.1).scheduler(one)
+    with pytest.raises(OptimizerError, match="of 2 groups"):
+        scheduler.load_state_dict(rates.constant(0.1).scheduler(make()).state_dict())
+    with pytest.raises(OptimizerError, match="of another scheduler"):
+        scheduler.load_state_dict(lr_scheduler.StepLR(make(), 3).state_dict())
+    for per_step in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(SettingError, match="per_step"):
+            rates.constant(0.1).scheduler(make(), per_step=per_step)

@@ -31,7 +31,7 @@ class RateScheduler(LRScheduler):
             rate itself, whatever it was.
 
     Raises:
-        SettingError: a rate that is not in steps comes without `per_step`, or units differ.
+        SettingError: a rate that is not in steps comes without `per_step`, that is not above 0, or units differ.
         OptimizerError: there are not as many rates as groups, or one has a momentum and its group has none.
 
     >>> from hotloop.optim import rates
@@ -77,6 +77,8 @@ class RateScheduler(LRScheduler):
                 )
             if rate.weight_decay is not None and "weight_decay" not in group:
                 raise OptimizerError(f"{type(optimizer).__name__} has no weight decay to change")
+        if per_step is not None and not callable(per_step) and not 0.0 < per_step < math.inf:
+            raise SettingError(f"per_step={per_step} must be above 0: how much time one update takes")
         self.per_step = 1.0 if per_step is None else per_step
         self.relative = relative
         # where a variable per_step has brought it: update number and time
@@ -128,7 +130,8 @@ class RateScheduler(LRScheduler):
             if self.relative:
                 value *= float(self.base_lrs[i])
                 if chained:
-                    self._note_others(i, group["lr"])
+                    self._factors[i] *= self._by_others(i, group["lr"])
+                    self._stale[i] = None
                     value *= self._factors[i]
                 self._set[i] = value
             found.append(value)
@@ -144,27 +147,39 @@ class RateScheduler(LRScheduler):
             if rate.weight_decay is not None:
                 _set(group, "weight_decay", rate.weight_decay(time))
 
-    def _note_others(self, i: int, lr: Any) -> None:
+    def _by_others(self, i: int, lr: Any) -> float:
         """What anybody else has multiplied the learning rate by since it was set here."""
-        mine, stale = self._set[i], self._stale[i]
-        self._stale[i] = None
+        mine = self._set[i]
         # reading a tensor could wait for its device; after a zero nothing can be told
-        if mine and not isinstance(lr, torch.Tensor) and lr not in (mine, stale) and math.isfinite(lr):
-            self._factors[i] *= lr / mine
+        if not mine or isinstance(lr, torch.Tensor) or lr in (mine, self._stale[i]) or not math.isfinite(lr):
+            return 1.0
+        return float(lr / mine)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, as plain numbers; the rates themselves are the program's."""
+        # what others did since the last step counts here, or it would be lost with the optimizer loaded first
+        others = [self._by_others(i, group["lr"]) for i, group in enumerate(self.optimizer.param_groups)]
         return {
             "last_epoch": self.last_epoch,
             "_step_count": self._step_count,
             "_last_lr": [float(lr) for lr in self._last_lr],
             "base_lrs": [float(lr) for lr in self.base_lrs],
-            "factors": list(self._factors),
-            "set": list(self._set),
+            "factors": [mine * other for mine, other in zip(self._factors, others, strict=True)],
+            "set": [
+                mine if other == 1.0 else float(group["lr"])
+                for mine, other, group in zip(self._set, others, self.optimizer.param_groups, strict=True)
+            ],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned; the groups keep their rates until the next `step`, as in torch."""
+        """Put back what `state_dict` returned; the groups keep their rates until the next `step`, as in torch.
+
+        Raises:
+            OptimizerError: it is another scheduler's, or one of another number of groups.
+        """
+        if "factors" not in state_dict or len(state_dict["factors"]) != len(self.rates):
+            found = f"{len(state_dict['factors'])} groups" if "factors" in state_dict else "another scheduler"
+            raise OptimizerError(f"the state is that of {found}, not of a RateScheduler of {len(self.rates)}")
         self._stale = [
             None if isinstance(group["lr"], torch.Tensor) else group["lr"]
             for group in self.optimizer.param_groups

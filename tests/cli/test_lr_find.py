@@ -155,3 +155,68 @@ for k in range(200):
 """
     assert main(["lr-find", "--json", "--low", "1e-5", "--optimizer", "1", script(body)]) == 0
     assert found(capsys)["verdict"] == "found"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_losses_that_another_optimizer_steps_for_do_not_count(script, capsys, number):
+    body = """
+weight = nn.Parameter(torch.zeros(1))
+other = torch.optim.SGD([weight], lr=0.25)
+for k in range(200):
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ((weight - 1.0) ** 2 + 1000.0).sum().backward()
+    other.step()
+    other.zero_grad()
+"""
+    assert main(["lr-find", "--json", "--low", "1e-5", "--optimizer", str(number), script(body)]) in (0, 1)
+    losses = found(capsys)["losses"]
+    assert losses[0] == 1001.0 if number else losses[0] < 200
+    assert all((loss >= 1000.0) == bool(number) for loss in losses[:50])
+
+
+def test_nothing_is_saved_nor_gone_on_from(script, capsys, tmp_path):
+    import torch
+
+    body = LOOP.replace("for epoch in", "print('resumed', loop.resume('kept'))\nfor epoch in")
+    save = (
+        "        loop.save_state('kept', wait=True)\n        torch.save(model.state_dict(), 'weights.pt')\n"
+    )
+    body += (
+        save + "        b = __import__('io').BytesIO(); torch.save(x, b); assert len(b.getvalue()) > 100\n"
+    )
+    name = script(body.replace("epochs(1000)", "epochs(2)"))
+    saves = torch.save
+    script_run = {"__name__": "__main__"}
+    exec(compile((tmp_path / name).read_text(), name, "exec"), script_run)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert any(p.name == "weights.pt" for p in before)
+    assert any(p.parent.parent.name == "kept" for p in before)
+    assert main(["lr-find", "--json", "--low", "1e-5", script(body, "again.py")]) == 0
+    assert "resumed False" in capsys.readouterr().err
+    after = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.name != "again.py"}
+    assert after == before
+    assert torch.save is saves
+
+
+def test_weights_that_have_to_be_there_are_loaded(script, capsys):
+    body = LOOP.replace("for epoch in", "loop.load_state('absent')\nfor epoch in")
+    assert main(["lr-find", script(body)]) == 1
+    assert "there is no checkpoint here" in capsys.readouterr().err
+
+
+def test_a_script_that_has_no_loss_to_follow_is_not_run_to_its_end(script, capsys):
+    body = """
+for k in range(100000):
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(1, 6)
+    optimizer.step()
+"""
+    assert main(["lr-find", "--steps", "20", script(body)]) == 2
+    assert "made 20 steps without loss.backward()" in capsys.readouterr().err
+
+
+def test_what_was_found_is_printed_where_the_page_cannot_be_written(script, capsys, tmp_path):
+    page = tmp_path / "absent" / "rates.html"
+    assert main(["lr-find", "--json", "--low", "1e-5", "--html", str(page), script(PLAIN)]) == 2
+    assert found(capsys)["verdict"] == "found"

@@ -75,6 +75,13 @@ def test_diverging_at_once_gives_no_suggestion():
         assert len(found.rates) < 100
 
 
+def test_a_first_loss_that_is_no_number_is_not_the_rates_fault():
+    found = run(Sweep(low=1e-4, high=1.0), lambda r: math.nan)
+    assert (found.verdict, found.suggestion) == ("diverged", None)
+    assert "before any update, is nan" in found.words
+    assert "lower rate" not in found.words
+
+
 def test_the_sweep_grows_by_one_factor_and_stops_where_the_loss_explodes():
     sweep = Sweep(low=1e-4, high=1.0, steps=50)
     found = run(sweep, lambda r: 1.0 if r < 0.01 else 0.6 if r < 0.2 else 9.0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from hotloop.cli.launch import split_arguments
 from hotloop.cli.publish import publish_text
@@ -21,8 +23,9 @@ _USAGE = """hotloop lr-find [options] SCRIPT.py [ARGUMENT ...]
        hotloop lr-find [options] -m MODULE [ARGUMENT ...]"""
 _EPILOG = """SCRIPT is run unchanged, with a Loop or with plain PyTorch, until the test has seen enough, and then ended.
 Its first optimizer's learning rate grows by the same factor each step; its schedule is overruled. Nothing is
-recorded, steps are not captured, and what the script prints goes to stderr. Groups with other rates keep their
-proportion.
+recorded, steps are not captured, and what the script prints goes to stderr. It begins anew: `loop.resume` finds no
+checkpoint, and neither a Loop nor torch.save writes a file, which would hold weights of the test. Groups with other
+rates keep their proportion.
 
 `steepest` is where the loss falls fastest, `valley` the middle of its longest fall: a careful choice. The exit status
 is 0 with a suggestion, 1 without one (no rate lowers the loss, or all blow it up), else that of the script that failed.
@@ -65,6 +68,7 @@ def _run(arguments: list[str]) -> int:
     status = 0
     with (
         _plain_runs(),
+        _nothing_saved(),
         contextlib.redirect_stdout(sys.stderr),
         Takeover(sweep, options.optimizer) as takeover,
         contextlib.suppress(TestOver),
@@ -78,11 +82,57 @@ def _run(arguments: list[str]) -> int:
         raise HotloopError(
             f"{target} made no step of a torch optimizer number {options.optimizer} to take over{several}"
         )
+    if not sweep.losses:
+        raise HotloopError(
+            f"{target} made {takeover.steps} steps without loss.backward() of a loss that is one number: there is "
+            "nothing to follow"
+        )
     found = takeover.result()
+    print(json.dumps(found.as_dict(), indent=2, allow_nan=False) if options.json else found)
     if options.html:
         publish_text(options.html, found.html(f"learning rate range test of {target}"))
-    print(json.dumps(found.as_dict(), indent=2, allow_nan=False) if options.json else found)
     return 0 if found.suggestion is not None else 1
+
+
+@contextlib.contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """Weights of the test do not end up in the script's checkpoints, nor does it go on from a run that is over."""
+    import torch
+
+    from hotloop.loop.observing import OBSERVERS
+
+    save = torch.save
+
+    def save_in_memory(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for torch.save, which scripts use for copies in memory, too."""
+        if isinstance(f, io.BytesIO):
+            save(obj, f, *args, **kwargs)
+
+    def resume_nothing(path: Any) -> bool:
+        """Stands in for Loop.resume."""
+        return False
+
+    def quiet(loop: Any) -> None:
+        resume = loop.resume
+
+        def load_state(path: Any) -> None:
+            """Stands in for Loop.load_state, whose checkpoint has to be there: weights to begin with."""
+            loop.resume = resume
+            try:
+                type(loop).load_state(loop, path)
+            finally:
+                loop.resume = resume_nothing
+
+        loop.resume, loop.load_state = resume_nothing, load_state
+        loop._saver.save = lambda *args, **kwargs: False
+
+    torch.save = save_in_memory
+    OBSERVERS.append(quiet)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(quiet)
+        torch.save = save
 
 
 @contextlib.contextmanager

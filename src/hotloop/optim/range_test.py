@@ -179,6 +179,7 @@ def judge_range(
         ended: why it ended early, for the words.
     """
     smoothed = _smooth(losses, smoothing)
+    unfit = bool(losses) and not math.isfinite(losses[0])
     last = rates[-1] if diverged and rates else None
 
     def result(
@@ -189,6 +190,11 @@ def judge_range(
 
     finite = [s for s in smoothed if math.isfinite(s)]
     if len(finite) < _FEWEST:
+        if unfit:
+            return result(
+                "diverged",
+                f"the first loss, before any update, is {losses[0]}: no rate can mend that, and there is no suggestion",
+            )
         if diverged:
             return result(
                 "diverged",

@@ -107,3 +107,33 @@ def test_an_edge_is_what_a_padding_would_add(eager, training):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
     with pytest.raises(KernelError, match="edge=True is not for pool=True"):
         pooled_norm_silu(start, bias, *statistics, pool=True, training=training, edge=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 1, 1), (1, 64, 2, 2)])
+def test_one_value_of_a_channel_has_no_deviation(shape):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        run(shape[-1] == 2, shape, torch.float32, False)
+
+
+def test_no_images_give_none():
+    found = run(True, (0, 64, 4, 4), torch.float32, False)
+    assert found["out"].shape == (0, 64, 2, 2)
+    assert found["bias"].tolist() == [0.0] * 64
+
+
+@programs
+@pytest.mark.parametrize("pool", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 4, 5])
+def test_what_is_no_number_is_not_pooled_away(pool, place):
+    x = torch.randn(2, 64, 4, 4, generator=torch.Generator().manual_seed(0))
+    x[1, 7].view(-1)[place] = float("nan")
+    x = x.to(DEVICE).contiguous(memory_format=torch.channels_last)
+    found, wanted = (
+        pooled_norm_silu(
+            x, *(torch.zeros(64, device=DEVICE) for _ in range(2)), var, pool=pool, training=True, eager=eager
+        )
+        for eager, var in ((False, torch.ones(64, device=DEVICE)), (True, torch.ones(64, device=DEVICE)))
+    )
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert found.isnan().any()
+    assert torch.equal(global_max(x).isnan(), global_max(x, eager=True).isnan())

@@ -39,6 +39,9 @@ def pooled_norm_silu(
 ) -> torch.Tensor:
     """silu(batch_norm(max_pool2d(x, 2))), the pooling only if `pool`; the norm has a bias and no weight.
 
+    The kernel adds up x less `running_mean` in float32: where that lies very many deviations from the mean, as it may
+    in the first steps of large and nearly constant x, the deviation loses digits.
+
     Args:
         x: [N, C, H, W], float16, bfloat16 or float32; C a multiple of 64 for the kernel.
         bias, running_mean, running_var: float32 [C]; the running ones are updated when `training`.
@@ -46,16 +49,18 @@ def pooled_norm_silu(
         edge: the result has a row of zeros above and a column of zeros to the left more. A convolution of 3 x 3 without
             padding then has all but the last row and column of the padded one's, which a pooling of odd images drops.
             Not with `pool`.
-        eager: use the twin; it is used anyway where Triton runs no programs, for other C, and for gradients in
-            evaluation.
+        eager: use the twin; it is used anyway where Triton runs no programs, for other C, for fewer than two pixels,
+            and for gradients in evaluation.
 
     Returns:
         [N, C, H // 2, W // 2] (or H, W), of x's dtype.
     """
-    C = x.shape[1]
+    N, C, H, W = x.shape
+    pixels = N * (H // 2) * (W // 2) if pool else N * H * W
     if edge and pool:
         raise KernelError("pooled_norm_silu: edge=True is not for pool=True")
-    if eager or C % 64 or not _runs_on(x.device) or (not training and _learns(x, bias)):
+    few = pixels < 2  # torch says what is wrong with them
+    if eager or few or C % 64 or not _runs_on(x.device) or (not training and _learns(x, bias)):
         return pooled_norm_silu_eager(
             x, bias, running_mean, running_var, pool=pool, training=training, momentum=momentum, eps=eps,
             edge=edge,

@@ -47,13 +47,13 @@ def _largest(
     which = tl.zeros(best.shape, tl.int8)
     other = tl.load(x + (at + 1) * C + c, mask=mask, other=0.0)
     which = tl.where(other > best, 1, which)
-    best = tl.maximum(best, other)
+    best = tl.maximum(best, other, propagate_nan=tl.PropagateNan.ALL)
     other = tl.load(x + (at + W) * C + c, mask=mask, other=0.0)
     which = tl.where(other > best, 2, which)
-    best = tl.maximum(best, other)
+    best = tl.maximum(best, other, propagate_nan=tl.PropagateNan.ALL)
     other = tl.load(x + (at + W + 1) * C + c, mask=mask, other=0.0)
     which = tl.where(other > best, 3, which)
-    best = tl.maximum(best, other)
+    best = tl.maximum(best, other, propagate_nan=tl.PropagateNan.ALL)
     return best, which.to(tl.int8)
 
 
@@ -138,7 +138,7 @@ def add_up(
     if STATISTICS:
         old = tl.load(running_mean + channels)
         off = one / pixels
-        var = tl.maximum(two / pixels - off * off, 0.0)
+        var = tl.maximum(two / pixels - off * off, 0.0, propagate_nan=tl.PropagateNan.ALL)
         mean = old + off
         was = tl.load(running_var + channels)
         tl.store(running_mean + channels, old + momentum * off)
@@ -309,7 +309,7 @@ def take_largest(x, out, which, samples, C, PIXELS: tl.constexpr, BN: tl.constex
     for p in tl.static_range(1, PIXELS):
         other = tl.load(first + p * C, mask=mask, other=0.0)
         place = tl.where(other > best, p, place)
-        best = tl.maximum(best, other)
+        best = tl.maximum(best, other, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + n * C + c, best, mask=mask)
     tl.store(which + n * C + c, place.to(tl.int16), mask=mask)
 

@@ -3,6 +3,7 @@
 Expected weights come from the closed form for a linear model, in float64 with numpy.
 """
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -482,6 +483,50 @@ def test_two_optimizers_each_with_its_own_weights(make_loop, kind, order, zero):
             kept += batch[: max(len(batch) - start // 8, 1)] if order == "in turn" else batch
         windows.append(kept)
     close(b.w, expected(windows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("marked", [False, True])
+def test_optimizers_in_turn_need_to_know_where_a_batch_ends(make_loop, kind, marked):
+    loop = make_loop(kind, accumulation=2)
+    fused = True if kind == "resident" else None
+    models = [Line(), Line()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=RATE, fused=fused) for m in models]
+    models, optimizers = loop.prepare(models, optimizers)
+
+    def batches(count):
+        for at in range(0, 4 * count, 4):
+            with loop.accumulate() if marked else contextlib.nullcontext():
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    loop.backward(F.mse_loss(model(X[at : at + 4]), Y[at : at + 4]))
+                    loop.update(optimizer)
+
+    if not marked:
+        with pytest.raises(
+            DataError, match=r"each backward was taken for a batch.*with loop.accumulate\(\):"
+        ):
+            batches(2)
+        return
+    batches(4)
+    for model in models:
+        close(model.w, expected([list(range(8)), list(range(8, 16))]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_one_loss_need_no_marks(make_loop, kind):
+    loop = make_loop(kind, accumulation=2)
+    fused = True if kind == "resident" else None
+    models = [Line(), Line()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=RATE, fused=fused) for m in models]
+    (a, b), optimizers = loop.prepare(models, optimizers)
+    for at in range(0, 16, 4):
+        loop.backward(
+            F.mse_loss(a(X[at : at + 4]), Y[at : at + 4]) + F.mse_loss(b(X[at : at + 4]), Y[at : at + 4])
+        )
+        for optimizer in optimizers:
+            loop.update(optimizer)
+    for model in (a, b):
+        close(model.w, expected([list(range(8)), list(range(8, 16))]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -107,6 +107,8 @@ class HostUpdates(Updates):
         window, state = self.window, self.state
         if not window.boundary:
             return self._postpone()
+        if window.optimizers > 1:
+            window.take_turn(self)
         if closure is not None:
             return self._step_with(closure)
         factor = 1.0 if window.plain else float(window.factor())

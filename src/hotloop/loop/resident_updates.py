@@ -73,6 +73,8 @@ class ResidentUpdates(Updates):
                 # only until the recording ends: `zero_grad` after this must find a window open
                 self.pending += 1
             return None
+        if window.optimizers > 1:
+            window.take_turn(self)
         if closure is not None:
             raise OptimizerError(
                 f"{type(self.optimizer).__name__}.step(closure) reads its loss on the host at every evaluation; call "

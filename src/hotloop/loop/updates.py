@@ -119,7 +119,7 @@ class Updates(ABC):
 
     def _postpone(self) -> None:
         self.pending += 1
-        self.window.end()
+        self.window.postpone(self)
 
     def _remaining(self) -> list[torch.Tensor]:
         """Gradients that no clipping has made true yet."""

@@ -75,6 +75,7 @@ class Window:
         self._micro = 0
         self._open = False
         self._by_hand = False
+        self._postponed: set[int] = set()
         self._ordinal = 0
         self._references: list[Weight] = []
         self._totals: list[Weight] = []
@@ -188,6 +189,7 @@ class Window:
             self._micro, self._totals = 0, []
             self.number += 1
             self._earlier = False
+            self._postponed.clear()
         elif self.learned:
             self._earlier = True
         self._micro += 1
@@ -209,6 +211,25 @@ class Window:
         self._share = None
         if not self._by_hand and (self.feed is None or not self.feed.live):
             self._open = False
+
+    def postpone(self, updates: object) -> None:
+        """An optimizer would have stepped, but more micro-batches are to come."""
+        self._postponed.add(id(updates))
+        self.end()
+
+    def take_turn(self, updates: object) -> None:
+        """One of several optimizers is about to step at the end of a window.
+
+        Raises:
+            DataError: others had their turn in the micro-batches before, and nothing says where a batch ends.
+        """
+        unmarked = self.feed is None and self.forced is None and not self._by_hand
+        if unmarked and self._postponed and id(updates) not in self._postponed:
+            raise DataError(
+                f"accumulation={self.every} with several optimizers that step in turn: each backward was taken for a "
+                "batch of its own, and some optimizer would never step. Take batches from a prepared loader, or put "
+                "`with loop.accumulate():` around each batch"
+            )
 
     def give_up(self) -> None:
         """The gradients of this window were cleared at its end instead of being used."""

@@ -14,6 +14,8 @@ __all__ = ["Every", "HotloopError", "Loop", "NonFiniteError", "Plan", "Precision
 
 __version__ = "0.1.0"
 
+_PARTS = "accelerate capture data doctor errors kernels metrics native optim precision runs tune".split()
+
 # `hotloop --help` need not wait for torch
 __getattr__ = _deferred(
     __name__,
@@ -24,6 +26,8 @@ __getattr__ = _deferred(
         "NonFiniteError": "hotloop.errors",
         "Plan": "hotloop.parallel.plan",
         "Precision": "hotloop.precision.formats",
+        # as with torch.optim, the package alone has to be imported
+        **{name: f"hotloop.{name}" for name in _PARTS},
     },
 )
 

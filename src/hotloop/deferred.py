@@ -11,12 +11,13 @@ __all__ = ["deferred"]
 
 
 def deferred(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module-level `__getattr__` (PEP 562) for `package`: name -> the module that it lives in."""
+    """A module-level `__getattr__` (PEP 562) for `package`: name -> the module that it lives in, or is."""
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
+        module = importlib.import_module(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -14,7 +14,20 @@ __all__ = ["Every", "HotloopError", "Loop", "NonFiniteError", "Plan", "Precision
 
 __version__ = "0.1.0"
 
-_PARTS = "accelerate capture data doctor errors kernels metrics native optim precision runs tune".split()
+_PARTS = (
+    "accelerate",
+    "capture",
+    "data",
+    "doctor",
+    "errors",
+    "kernels",
+    "metrics",
+    "native",
+    "optim",
+    "precision",
+    "runs",
+    "tune",
+)
 
 # `hotloop --help` need not wait for torch
 __getattr__ = _deferred(

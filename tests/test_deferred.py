@@ -43,3 +43,9 @@ def test_parts_are_reached_by_the_package_alone(name, home):
 def test_what_there_is_not_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'hotloop' has no attribute 'optimizers'"):
         hotloop.optimizers
+
+
+def test_a_function_that_has_its_modules_name():
+    code = "from hotloop.kernels import squared_relu; print(type(squared_relu).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "function", done.stderr

@@ -142,7 +142,8 @@ def make_run(path: str, recipe: Recipe, capture: str = "graph") -> Callable[[int
 
 
 if __name__ == "__main__":
-    run = make_run(sys.argv[1], Recipe())
-    for seed in range(int(sys.argv[2]) if len(sys.argv) > 2 else 1):
+    path, *runs = [word for word in sys.argv[1:] if not word.startswith("-")] or sys.exit(__doc__)
+    run = make_run(path, Recipe())
+    for seed in range(int(runs[0]) if runs else 1):
         seconds, [*_, (k, loss)] = run(seed)
         print(f"seed {seed}: validation loss {loss:.4f} after {k} updates, {seconds:.2f} s")

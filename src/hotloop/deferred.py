@@ -17,7 +17,6 @@ def deferred(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(homes[name])
-        # a package is meant itself; of a module that its function shares the name with, the function is
         own = homes[name] == f"{package}.{name}"
         # of a module whose name a function of it has, the function is meant; a package is meant itself
         value = (

@@ -239,3 +239,20 @@ def test_batches_of_smaller_samples_are_never_smaller():
     for odd in (torch.rand(2, 8, 8, 3), torch.zeros(8, 8, 3, dtype=torch.uint8)):
         with pytest.raises(DataError, match="uint8"):
             resize_images(odd, 4)
+
+
+def test_a_loop_knows_how_many_updates_are_to_come_though_epochs_differ():
+    loop = hotloop.Loop(record=False, seed=0)
+    plan = Resizing([(1.3, 8), (0.7, 16)], batch_size=8)
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = loop.prepare(
+        model, optimizer, ResidentLoader(ResidentImages(images(100, 16)), resizing=plan)
+    )
+    total, told = len(plan.batches(100, 3)), []
+    for _ in loop.epochs(3):
+        for x in loader:
+            told.append(loop._course.remaining())
+            loop.backward(model(x).square().mean())
+            loop.update(optimizer)
+    assert told == list(range(total, 0, -1))

@@ -109,6 +109,7 @@ class Loader:
         self._running: Epoch | None = None
         self._resume: dict[str, Any] | None = None
         self._skip = 0
+        self._planned: list[int] | None = None
         self._last: Any = None
         self._recent: deque[tuple[int, Any]] = deque(maxlen=64)
         self._lane = find_lane(self.device, pins=self.serving.pin_memory is not False)
@@ -157,6 +158,14 @@ class Loader:
 
     def __len__(self) -> int:
         return self._feed.length()
+
+    def planned(self, epochs: int) -> list[int] | None:
+        """Steps of each of the first `epochs` epochs, where they differ and are known ahead: with a `Resizing`."""
+        if not isinstance(self.source, ResidentLoader) or self.source.resizing is None:
+            return None
+        if self._planned is None or len(self._planned) != epochs:
+            self._planned = [self.source.steps(self.processes.world, epoch) for epoch in range(epochs)]
+        return self._planned
 
     def __repr__(self) -> str:
         return f"Loader({self.source!r}, device={str(self.device)!r})"

@@ -140,13 +140,14 @@ class ResidentLoader:
         """Batches of the epoch that comes next, or runs, on one process."""
         return self.steps(1)
 
-    def steps(self, world: int) -> int:
-        """Steps of that epoch on `world` processes."""
-        return sum(1 for _ in self.cuts(0, world))
+    def steps(self, world: int, epoch: int | None = None) -> int:
+        """Steps of that epoch, or of another one, on `world` processes."""
+        return sum(1 for _ in self.cuts(0, world, epoch))
 
-    def cuts(self, start: int, world: int) -> Iterator[tuple[int, int, Stage]]:
+    def cuts(self, start: int, world: int, epoch: int | None = None) -> Iterator[tuple[int, int, Stage]]:
         """(first sample, one behind the last, stage) of each step of this epoch from sample `start` on."""
-        yield from cuts(len(self.source), self.epoch, start, world, self._stage_at, drop_last=self.drop_last)
+        number = self.epoch if epoch is None else epoch
+        yield from cuts(len(self.source), number, start, world, self._stage_at, drop_last=self.drop_last)
 
     def _stage_at(self, epochs: float) -> Stage:
         return self._fixed if self.resizing is None else self.resizing.at(epochs)

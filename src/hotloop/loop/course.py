@@ -113,7 +113,9 @@ class Course:
     def _show_totals(self, epochs: int) -> None:
         done, updates = self._first_epoch, self._updates()
         per_epoch: float | None = None
-        if done and updates:
+        if self._loaders and (planned := self._loaders[0].planned(epochs)) is not None:
+            per_epoch = sum(-(-steps // self._window.every) for steps in planned) / max(epochs, 1)
+        elif done and updates:
             per_epoch = updates / done
         elif self._loaders:
             try:

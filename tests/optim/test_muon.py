@@ -314,3 +314,11 @@ def test_matrices_of_whole_tiles_go_by_gram_matrices(monkeypatch):
     assert calls == [2, 1] * 3
     for w, e, begun in zip(weights, exact, start, strict=True):
         assert (w.double() - e).norm() < 0.01 * (e - begun.double()).norm()
+
+
+def test_loading_a_state_leaves_the_settings_of_the_groups_as_they_were():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    optimizer = Muon(split_matrices(net), lr=0.02)
+    before = [set(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [set(group) for group in optimizer.param_groups] == before

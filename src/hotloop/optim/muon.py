@@ -149,7 +149,8 @@ class Muon(ResidentOptimizer):
 
     def _settings(self, use_muon: bool) -> dict[str, Any]:
         """The settings that a group has, by name, with their defaults."""
-        own = {n: v for n, v in self.defaults.items() if not n.startswith("adamw_")}
+        # torch puts settings of its own among the defaults when a state is loaded
+        own = {n: v for n, v in self.defaults.items() if not n.startswith("adamw_") and n != "differentiable"}
         if use_muon:
             return own
         return {n: self.defaults[f"adamw_{n}"] for n in _ADAMW} | {

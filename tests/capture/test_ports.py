@@ -69,8 +69,9 @@ class PortedRecorder(RerunRecorder):
         # recording computes nothing: what the stand-in does meanwhile is undone
         tensors = [t for m in self.host.modules() for t in m.state_dict(keep_vars=True).values()]
         tensors += self.host.state_tensors().values()
-        kept = [t.detach().clone() for t in tensors]
         before = [(p, p.grad) for u in self.updates() for p in u.parameters()]
+        tensors += [gradient for _, gradient in before if gradient is not None]
+        kept = [t.detach().clone() for t in tensors]
         result = work()
         with torch.no_grad():
             for tensor, value in zip(tensors, kept, strict=True):

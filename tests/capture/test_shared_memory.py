@@ -149,3 +149,45 @@ def test_an_error_of_the_step_while_it_is_recorded_leaves_gradients_as_they_were
         assert model.weight.grad.tolist() == [[number, number]]
         model.weight.grad = None
     assert (train.captures, train.replays, train.reason) == (1, 4, None)
+
+
+def test_arguments_that_the_step_cannot_take_keep_no_others_from_being_replayed(either_loop):
+    loop = either_loop()
+    model = loop.prepare(nn.Linear(2, 1))
+    step = loop.capture(lambda x: model(x).detach(), mode="graph")
+    for _ in range(8):
+        x = torch.randn(3, 2)
+        torch.testing.assert_close(step(x), model(x).detach())
+        with pytest.raises(RuntimeError, match="same dtype"):
+            step(x.double())
+    assert (step.captures, step.replays, step.reason) == (1, 5, None)
+
+
+def test_micro_batches_add_to_gradients_as_they_do_eagerly(either_loop):
+    loop = either_loop(accumulation=2)
+    torch.manual_seed(0)
+    model, twin = nn.Linear(3, 1), nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    model, optimizer = loop.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    )
+    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+
+    @loop.capture(mode="graph")
+    def train(x):
+        loss = model(x).square().mean()
+        loop.backward(loss)
+        loop.update(optimizer)
+        return loss
+
+    for number in range(16):
+        x = torch.randn(4, 3)
+        loss = twin(x).square().mean()
+        (loss / 2).backward()
+        torch.testing.assert_close(train(x), loss.detach())
+        if number % 2:
+            other.step()
+            other.zero_grad()
+    torch.testing.assert_close(model.weight, twin.weight)
+    assert train.captures == 2
+    assert train.replays >= 8

@@ -325,8 +325,10 @@ class CapturedStep:
         # compiling itself waits for the device: the call that is watched for waits comes after it
         needed = self._host.warm_calls if self.captures == 0 else 2 if entry.compiled else 1
         if entry.warm < needed:
+            result = self._warm(recorder, entry, args, kwargs, watched=entry.warm + 1 == needed)
+            # one that raised was no step, and what raises anyway is not recorded
             entry.warm += 1
-            return self._warm(recorder, entry, args, kwargs, watched=entry.warm == needed)
+            return result
         if not self._record(recorder, entry, leaves, spec):
             return self._run_eagerly(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

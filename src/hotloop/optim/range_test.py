@@ -17,6 +17,8 @@ from hotloop.optim.rates import Piece, Rate
 
 __all__ = ["RangeTest", "Sweep", "judge_range"]
 
+# The share of a fall that is its beginning: before that much the rates were too low to do anything.
+_SLIGHT = 0.05
 # Steps that a smoothed loss needs to be worth judging.
 _FEWEST = 10
 
@@ -102,7 +104,8 @@ class RangeTest:
         verdict: "found", "flat" (no rate lowered the loss by more than its noise), "diverged" (it rose from the first
             rates on) or "short" (too few steps to tell).
         steepest: the rate at which the smoothed loss falls fastest; None unless found.
-        valley: the rate in the middle of the longest fall: a careful choice; None unless found.
+        valley: the rate in the middle of the longest fall, from where a twentieth of it is done: a careful choice; None
+            unless found.
         diverged: the rate at which the loss had exploded; None if it never did.
         words: what was seen, in a sentence.
     """
@@ -229,6 +232,9 @@ def judge_range(
     }
     steepest = rates[min(slopes, key=slopes.__getitem__)]
     first, end = _longest_fall(finite[: bottom + 1])
+    # rates too low to do anything fall by a little as well, however many of them were tried
+    slight = finite[first] - _SLIGHT * (finite[first] - finite[end])
+    first = max(i for i in range(first, end + 1) if finite[i] >= slight)
     valley = rates[(first + end) // 2]
     words = f"the loss falls fastest at {steepest:.2g} (steepest); a careful choice is {valley:.2g} (valley)"
     return result("found", words, steepest, valley)

@@ -148,6 +148,6 @@ def test_the_valley_does_not_depend_on_where_the_test_begins(low):
 
     found = run(Sweep(low=low, high=10.0, steps=200), loss_at)
     assert 0.02 < found.valley < 1.0
-    # thirty steps with it halve the loss at least, which begins at 2.8
+    # thirty steps with it, of a loss that begins at 4.1
     left = [math.prod([1 - found.valley * c] * 30) for c in curvature]
     assert sum(c * e * e for c, e in zip(curvature, left, strict=True)) < 0.5

@@ -17,7 +17,7 @@ from hotloop.data import (
     resize_images,
 )
 from hotloop.errors import DataError
-from hotloop.optim import RateScheduler, constant, linear
+from hotloop.optim import RateScheduler, constant, linear, one_cycle
 
 
 def images(n, size, g=None):
@@ -256,3 +256,41 @@ def test_a_loop_knows_how_many_updates_are_to_come_though_epochs_differ():
             loop.backward(model(x).square().mean())
             loop.update(optimizer)
     assert told == list(range(total, 0, -1))
+
+
+@pytest.mark.parametrize("unit", ["steps", "samples", "epochs"])
+@pytest.mark.parametrize(("world", "drop_last"), [(1, False), (2, False), (1, True)])
+def test_rates_follow_the_batches(unit, world, drop_last):
+    plan = Resizing([(1.5, 16), (1.5, 32)], batch_size=8, rate="sqrt")
+    samples = 100
+    length = {"steps": 20, "samples": 300, "epochs": 3}[unit]
+    rate = one_cycle(0.1, length, unit=unit)
+    passed, wanted = 0.0, []
+    for epoch in range(3):
+        # batches of a smaller size are four times as large, their rate twice as high
+        at = 0
+        while at < samples:
+            factor, size = (2.0, 32) if epoch + at / samples < 1.5 else (1.0, 8)
+            taken = min(size * world, samples - at)
+            at += taken
+            if drop_last and taken < size * world:
+                break
+            wanted.append(rate(passed) * factor)
+            passed += {"steps": 1, "samples": taken, "epochs": taken / samples}[unit]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    scheduler = plan.scheduler(optimizer, rate, samples, world=world, drop_last=drop_last)
+    found = []
+    for _ in wanted:
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_rate_that_the_plan_cannot_count_is_refused():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    plan = Resizing([(1, 16), (1, 32)], batch_size=8)
+    with pytest.raises(DataError, match="tokens"):
+        plan.scheduler(optimizer, constant(0.1, unit="tokens"), 64)
+    with pytest.raises(DataError, match="no update"):
+        plan.scheduler(optimizer, constant(0.1), 4, drop_last=True)

@@ -10,13 +10,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hotloop.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from hotloop.optim.rate_scheduler import RateScheduler
+    from hotloop.optim.rates import Rate
 
 __all__ = ["Resizing", "Stage", "cuts", "refresh_norms", "resize_images"]
 
@@ -149,6 +155,57 @@ class Resizing:
         for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
             found += [stage for _, _, stage in cuts(samples, epoch, 0, 1, self.at, drop_last=drop_last)]
         return found
+
+    def scheduler(
+        self,
+        optimizer: Optimizer,
+        rate: Rate,
+        samples: int,
+        epochs: int | None = None,
+        *,
+        world: int = 1,
+        drop_last: bool = False,
+    ) -> RateScheduler:
+        """The torch scheduler of a rate in steps, samples or epochs, times what each batch's size asks for.
+
+        Args:
+            optimizer: all its groups get the rate.
+            rate: such as `one_cycle(0.1, 8, unit="epochs")`; that of a batch of `batch_size`.
+            samples: of an epoch, over all processes.
+            epochs: how many the run has, by default those of the plan.
+            world: how many processes share each step.
+            drop_last: whether the loader drops a short last batch.
+
+        Raises:
+            DataError: the rate is in tokens, of which the plan knows nothing.
+
+        >>> from hotloop.optim import constant
+        >>> plan = Resizing([(1, 16), (1, 32)], batch_size=8)
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> scheduler = plan.scheduler(optimizer, constant(0.1), samples=64)
+        >>> rates = []
+        >>> for _ in range(4):
+        ...     rates.append(scheduler.get_last_lr()[0]); optimizer.step(); scheduler.step()
+        >>> rates
+        [0.4, 0.4, 0.1, 0.1]
+        """
+        unit = {"steps": None, "samples": 1.0, "epochs": 1.0 / samples}
+        if rate.unit not in unit:
+            raise DataError(f"a rate in {rate.unit}: give one in steps, samples or epochs")
+        taken: list[float] = []
+        factors: list[float] = []
+        for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
+            for start, end, stage in cuts(samples, epoch, 0, world, self.at, drop_last=drop_last):
+                taken.append(float(end - start))
+                factors.append(stage.rate)
+        if not taken:
+            raise DataError(f"a run over {samples} samples has no update")
+        per = unit[rate.unit]
+        return rate.scheduler(
+            optimizer,
+            per_step=None if per is None else lambda k: taken[min(k, len(taken) - 1)] * per,
+            factor=lambda k: factors[min(k, len(factors) - 1)],
+        )
 
     def __repr__(self) -> str:
         return f"Resizing({[(s.until, s.size, s.batch_size, s.rate) for s in self.stages]})"

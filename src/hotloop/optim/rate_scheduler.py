@@ -26,6 +26,8 @@ class RateScheduler(LRScheduler):
         rates: one for all groups, or one for each group, in their order.
         per_step: how much time one update takes: for a rate in epochs `1 / len(loader)`, in samples the batch size, in
             tokens the tokens of a batch; a function of the update's number where that changes. Steps need none.
+        factor: what the learning rate of the update with this number is multiplied by, as where batches change size;
+            `hotloop.data.Resizing.scheduler` gives that.
         relative: the rates are factors of what each group's learning rate is now. Such schedulers chain: another one
             on the same optimizer, or a change by hand, goes on to count as a factor. Otherwise a rate is the learning
             rate itself, whatever it was.
@@ -49,6 +51,7 @@ class RateScheduler(LRScheduler):
         rates: Rate | Sequence[Rate],
         *,
         per_step: float | Callable[[int], float] | None = None,
+        factor: Callable[[int], float] | None = None,
         relative: bool = False,
         last_epoch: int = -1,
     ) -> None:
@@ -80,6 +83,7 @@ class RateScheduler(LRScheduler):
         if per_step is not None and not callable(per_step) and not 0.0 < per_step < math.inf:
             raise SettingError(f"per_step={per_step} must be above 0: how much time one update takes")
         self.per_step = 1.0 if per_step is None else per_step
+        self.factor = factor
         self.relative = relative
         # where a variable per_step has brought it: update number and time
         self._at = (0, 0.0)
@@ -124,9 +128,10 @@ class RateScheduler(LRScheduler):
 
     def _rates_now(self, *, chained: bool) -> list[float | torch.Tensor]:
         time = self.time
+        more = 1.0 if self.factor is None else self.factor(max(self.last_epoch, 0))
         found: list[float | torch.Tensor] = []
         for i, (rate, group) in enumerate(zip(self.rates, self.optimizer.param_groups, strict=True)):
-            value = rate(time)
+            value = rate(time) * more
             if self.relative:
                 value *= float(self.base_lrs[i])
                 if chained:

@@ -220,12 +220,13 @@ class Rate:
         optimizer: Optimizer,
         *,
         per_step: float | Callable[[int], float] | None = None,
+        factor: Callable[[int], float] | None = None,
         relative: bool = False,
     ) -> RateScheduler:
         """The torch scheduler that gives all groups of `optimizer` this rate; see `RateScheduler`."""
         from hotloop.optim.rate_scheduler import RateScheduler
 
-        return RateScheduler(optimizer, self, per_step=per_step, relative=relative)
+        return RateScheduler(optimizer, self, per_step=per_step, factor=factor, relative=relative)
 
     def plot(self, *, width: int = 72, height: int = 12) -> str:
         """The rate as a picture of characters, for a terminal."""

@@ -135,10 +135,8 @@ def make_run(sizes: Sizes, grow: float, sets: list[torch.Tensor], batch: int, wi
     # the last epoch may be a part of one
     ends = list(itertools.accumulate(b.batch_size for b in batches))
     total = sum(end <= plan.epochs * len(x) for end in ends)
-    whole = optim.one_cycle(1.0, ends[total - 1], unit="samples")
-    # one curve over samples, times what the batch grew by
-    values = [whole(ends[k] - b.batch_size) * b.rate for k, b in enumerate(batches[:total])]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: values[min(k, len(values) - 1)])
+    rate = optim.one_cycle(2e-3, ends[total - 1], unit="samples")
+    scheduler = plan.scheduler(optimizer, rate, len(x), drop_last=True)
     model, optimizer, scheduler = loop.prepare(model, optimizer, scheduler)
     at_start = scheduler.state_dict()
 

@@ -7,7 +7,7 @@ where a step costs a fraction, and end at full size, at which the network is jud
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -151,10 +151,7 @@ class Resizing:
         What an update's number has to be turned into for rates: `len(plan.batches(n))` updates in all, the k-th one
         on `plan.batches(n)[k].batch_size` samples at `plan.batches(n)[k].rate` times the rate.
         """
-        found: list[Stage] = []
-        for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
-            found += [stage for _, _, stage in cuts(samples, epoch, 0, 1, self.at, drop_last=drop_last)]
-        return found
+        return [stage for _, _, stage in self._cuts(samples, epochs, 1, drop_last)]
 
     def scheduler(
         self,
@@ -192,20 +189,24 @@ class Resizing:
         unit = {"steps": None, "samples": 1.0, "epochs": 1.0 / samples}
         if rate.unit not in unit:
             raise DataError(f"a rate in {rate.unit}: give one in steps, samples or epochs")
-        taken: list[float] = []
-        factors: list[float] = []
-        for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
-            for start, end, stage in cuts(samples, epoch, 0, world, self.at, drop_last=drop_last):
-                taken.append(float(end - start))
-                factors.append(stage.rate)
-        if not taken:
+        updates = [
+            (end - start, stage.rate) for start, end, stage in self._cuts(samples, epochs, world, drop_last)
+        ]
+        if not updates:
             raise DataError(f"a run over {samples} samples has no update")
-        per = unit[rate.unit]
+        per, last = unit[rate.unit], len(updates) - 1
         return rate.scheduler(
             optimizer,
-            per_step=None if per is None else lambda k: taken[min(k, len(taken) - 1)] * per,
-            factor=lambda k: factors[min(k, len(factors) - 1)],
+            per_step=None if per is None else lambda k: updates[min(k, last)][0] * per,
+            factor=lambda k: updates[min(k, last)][1],
         )
+
+    def _cuts(
+        self, samples: int, epochs: int | None, world: int, drop_last: bool
+    ) -> Iterator[tuple[int, int, Stage]]:
+        """`cuts` of a whole run, by default of the plan's epochs."""
+        for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
+            yield from cuts(samples, epoch, 0, world, self.at, drop_last=drop_last)
 
     def __repr__(self) -> str:
         return f"Resizing({[(s.until, s.size, s.batch_size, s.rate) for s in self.stages]})"

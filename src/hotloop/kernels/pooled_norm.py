@@ -138,11 +138,11 @@ def pooled_norm_silu_eager(
     edge: bool = False,
 ) -> torch.Tensor:
     """`pooled_norm_silu` in torch's own operations, in float32 after the pooling."""
-    beyond = (1, 0, 1, 0) if edge else (0, 0, 0, 0)
     pooled = F.max_pool2d(x, 2) if pool else x
     # bias apart: torch 2.11 on CUDA cannot differentiate a norm that has a bias and no weight
     z = F.batch_norm(pooled.float(), running_mean, running_var, None, None, training, momentum, eps)
-    return F.pad(F.silu(z + bias[:, None, None]).to(x.dtype), beyond)
+    out = F.silu(z + bias[:, None, None]).to(x.dtype)
+    return F.pad(out, (1, 0, 1, 0)) if edge else out
 
 
 # Pixels and channels of a tile, and warps; all channels are whole multiples of 64.
@@ -155,13 +155,13 @@ def _share(pixels: int, channels: int, device: torch.device) -> tuple[int, int, 
     """(programs, columns of channels, tiles of each program) for sums over pixels: as many as run at once."""
     columns = channels // _COLUMNS
     tiles = -(-pixels // _ROWS)
-    turns = -(-tiles // max(min(tiles, _at_once(device) * 8 // _WARPS // columns), 1))
+    turns = -(-tiles // max(min(tiles, _at_once(device) // columns), 1))
     return -(-tiles // turns), columns, turns
 
 
 @cache
 def _at_once(device: torch.device) -> int:
-    """Programs of 8 warps that a device runs at once; registers leave room for two on a multiprocessor."""
+    """Programs that a device runs at once; registers leave room for two on a multiprocessor."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

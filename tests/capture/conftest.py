@@ -1,9 +1,13 @@
 """A recorder on the CPU that behaves as CUDA graphs do towards the host: the step's Python is not seen by replays."""
 
+import ctypes
+import functools
+
 import pytest
 import torch
 
 import hotloop
+from hotloop.capture.ports import PortError
 from hotloop.loop import capturing
 from hotloop.loop import loop as loop_module
 from hotloop.nested import tensors_of
@@ -130,3 +134,82 @@ def graph_loop(monkeypatch):
     yield make
     for loop in made:
         loop._session.end("finished")
+
+
+class Ported(Rerun):
+    """A recording that reads its inputs, and writes counters, at addresses that it was told last."""
+
+    def __init__(self, recorder, work, before, outputs, tape, feeds):
+        super().__init__(recorder, work, before, outputs, tape)
+        self.feeds = feeds
+        self.effects, self.landings = list(tape), list(tape.landings)
+        self.ends = {}
+
+    def port(self, source, target, end):
+        if self.recorder.lacks == end:
+            raise PortError("no such copy")
+        places = [place for _, place in self.feeds] + [landing.spare for landing in self.landings]
+        (inner,) = [p.data_ptr() for p in places if p.data_ptr() == target.data_ptr()]
+
+        def port(address):
+            if self.recorder.broken:
+                raise PortError("error 1 of the driver")
+            self.recorder.told += 1
+            self.ends[inner] = address
+
+        return port
+
+    def replay(self):
+        for _, place in self.feeds:
+            ctypes.memmove(
+                place.data_ptr(), self.ends[place.data_ptr()], place.numel() * place.element_size()
+            )
+        # a graph makes neither its copies nor its effects anew
+        self.tape.lands = False
+        super().replay()
+        self.tape[:] = self.effects
+        for landing in self.landings:
+            size = landing.counts.numel() * landing.counts.element_size()
+            ctypes.memmove(self.ends[landing.spare.data_ptr()], landing.counts.data_ptr(), size)
+
+
+class PortedRecorder(RerunRecorder):
+    """Attributes: told, how often an end was set; broken, setting fails; lacks, ends of copies that are not found."""
+
+    runs_while_recording = False
+    ports = True
+
+    def __init__(self, host):
+        super().__init__(host._state, host._window, lambda: host._preparer.updates)
+        self.host = host
+        self.told, self.broken, self.lacks = 0, False, ""
+
+    def record(self, work, generators=(), feeds=None):
+        # recording computes nothing: what the stand-in does meanwhile is undone
+        tensors = [t for m in self.host.modules() for t in m.state_dict(keep_vars=True).values()]
+        tensors += self.host.state_tensors().values()
+        before = [(p, p.grad) for u in self.updates() for p in u.parameters()]
+        tensors += [gradient for _, gradient in before if gradient is not None]
+        kept = [t.detach().clone() for t in tensors]
+        result = work()
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        make = Rerun if feeds is None else functools.partial(Ported, feeds=feeds)
+        recording = make(self, work, before, result, self.state.tape)
+        self.pool.append(recording)
+        return recording, result
+
+
+@pytest.fixture
+def ported_loop(graph_loop, monkeypatch):
+    """A loop on the CPU whose recordings have ports."""
+
+    def recorder(self):
+        if self._recorder is None:
+            self._recorder = PortedRecorder(self)
+        return self._recorder
+
+    monkeypatch.setattr(capturing.LoopHost, "recorder", recorder)
+    monkeypatch.setattr("hotloop.capture.entry.can_be_port", lambda outside, inside: outside.numel() > 0)
+    return graph_loop

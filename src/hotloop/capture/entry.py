@@ -13,7 +13,7 @@ from hotloop.capture.graphs import Recording
 from hotloop.capture.ports import Port, can_be_port
 from hotloop.state import Landing
 
-__all__ = ["Entry", "describe"]
+__all__ = ["Entry", "describe", "only_tensors"]
 
 _GRADIENT = operator.attrgetter("grad")
 # One launch copies many small tensors; for one of more elements than this it uses a few blocks of the device only, and
@@ -83,7 +83,7 @@ class Entry:
     def take_inputs(self, leaves: list[Any]) -> list[Any]:
         """`leaves` with tensors of the recording's own in place of those given, which it reads from for ever."""
         taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.inputs = [leaf for leaf in taken if isinstance(leaf, torch.Tensor)]
+        self.inputs = only_tensors(taken)
         return taken
 
     def watch_inputs(self) -> None:
@@ -92,8 +92,7 @@ class Entry:
 
     def feeds(self, leaves: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The copies (from, to) of inputs that the recording can make itself."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return [pair for pair in zip(tensors, self.inputs, strict=True) if can_be_port(*pair)]
+        return [pair for pair in zip(only_tensors(leaves), self.inputs, strict=True) if can_be_port(*pair)]
 
     def settle_gradients(self) -> None:
         """Gradients made anew where others lay go to where those lay: the next replay looks for them there."""
@@ -113,8 +112,8 @@ class Entry:
         self.outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.single = isinstance(result, torch.Tensor)
         self.effects = effects
-        tensors = [leaf for leaf in self.outputs if isinstance(leaf, torch.Tensor)]
-        self._lent = (set(map(_memory, self.inputs)) & set(map(_memory, tensors))) - {None}
+        results = only_tensors(self.outputs)
+        self._lent = (set(map(_memory, self.inputs)) & set(map(_memory, results))) - {None}
         versions = enumerate(zip(self.inputs, self._versions, strict=True))
         self.written = [i for i, (place, version) in versions if _version(place) != version]
         after = [p.grad for p in self.parameters]
@@ -261,6 +260,11 @@ def describe(leaf: Any) -> Any:
         return (*kind, leaf.stride(), leaf.is_conj(), leaf.is_neg())
     # 1, 1.0 and True are equal, and not the same to an operation
     return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | bytes | type(None)) else id(leaf)
+
+
+def only_tensors(leaves: list[Any]) -> list[torch.Tensor]:
+    """The tensors among flattened arguments or results, in order."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

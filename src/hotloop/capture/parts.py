@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hotloop.capture.entry import describe
+from hotloop.capture.entry import describe, only_tensors
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
 from hotloop.capture.host_streams import HostStreams
@@ -110,7 +110,7 @@ class ModuleGraphs:
         if self.refused is not None or self._used or not (module.training and torch.is_grad_enabled()):
             return module._call_impl(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = only_tensors(leaves)
         try:
             state = self._frozen.look()
         except CaptureError as error:
@@ -186,7 +186,7 @@ class _Pair:
             else leaf
             for leaf in leaves
         ]
-        self.inputs: list[torch.Tensor] = [leaf for leaf in mine if isinstance(leaf, torch.Tensor)]
+        self.inputs = only_tensors(mine)
         args, kwargs = tree_unflatten(mine, spec)
         live: list[Any] = []
         # casts that autocast has kept from before are not part of a recording

@@ -25,6 +25,7 @@ Port = Callable[[int], None]
 
 _MEMCPY_NODE = 1  # CU_GRAPH_NODE_TYPE_MEMCPY
 _HOST = 1  # CU_MEMORYTYPE_HOST
+_DEVICES = ("cuda",)
 
 
 class PortError(CaptureError):
@@ -120,7 +121,7 @@ def can_be_port(outside: torch.Tensor, inside: torch.Tensor) -> bool:
         # one of a type of its own may lie anywhere
         type(outside) in (torch.Tensor, torch.nn.Parameter)
         and outside.device == inside.device
-        and outside.device.type == "cuda"
+        and outside.device.type in _DEVICES
         and outside.dtype == inside.dtype
         and outside.layout is torch.strided
         and outside.numel() > 0

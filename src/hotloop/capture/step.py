@@ -14,7 +14,7 @@ from hotloop.capture.buckets import Buckets, Padding
 from hotloop.capture.checking import differing, keep, outcome_of
 from hotloop.capture.choosing import Choice
 from hotloop.capture.effects import find_effects
-from hotloop.capture.entry import Entry, describe
+from hotloop.capture.entry import Entry, describe, only_tensors
 from hotloop.capture.forwards import CompiledForwards
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
@@ -168,7 +168,7 @@ class CapturedStep:
                 padding.first = False
             return result
         self._new_numbers = 0
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = only_tensors(leaves)
         if not entry.does_as_given(tensors) or (waiting and not entry.bring_gradients()):
             return self._run_eagerly(args, kwargs)
         if padding is None and not kwargs and len(tensors) == len(args):
@@ -209,7 +209,7 @@ class CapturedStep:
         # what is known by its identity has to live as long as that is asked about
         entry.held = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         recordings.add(entry)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = only_tensors(leaves)
         if any(tensor.requires_grad for tensor in tensors):
             recordings.refuse(entry, "an argument requires a gradient, which a replay would not hand on")
         elif odd := next((t.layout for t in tensors if t.layout is not torch.strided), None):
@@ -331,7 +331,7 @@ class CapturedStep:
             return result
         if not self._record(recorder, entry, leaves, spec):
             return self._run_eagerly(args, kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = only_tensors(leaves)
         if recorder.runs_while_recording:
             entry.copy_out(tensors)
             result = self._after(entry)
@@ -415,7 +415,7 @@ class CapturedStep:
             return False
         entry.keep(result, effects)
         self.captures += 1
-        if not entry.does_as_given([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+        if not entry.does_as_given(only_tensors(leaves)):
             entry.forget()
             assert self._recordings is not None
             self._recordings.refuse(entry, "it writes into an argument, and two arguments are one memory")

@@ -55,10 +55,11 @@ class ResidentImages:
         device: torch.device | str | None = None,
         eager: bool = False,
     ) -> None:
-        if not isinstance(images, torch.Tensor):
-            raise DataError(
-                f"images must be a tensor, not a {type(images).__name__}: torch.as_tensor makes one"
-            )
+        for name, given in (("images", images), ("labels", labels)):
+            if given is not None and not isinstance(given, torch.Tensor):
+                raise DataError(
+                    f"{name} must be a tensor, not a {type(given).__name__}: torch.as_tensor makes one"
+                )
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(
                 f"images must be uint8 [N, H, W, C], not {images.dtype} {list(images.shape)}; float images go into "
@@ -140,8 +141,6 @@ class ResidentImages:
 
 
 def _check_labels(labels: torch.Tensor, count: int, classes: int) -> None:
-    if not isinstance(labels, torch.Tensor):
-        raise DataError(f"labels must be a tensor, not a {type(labels).__name__}: torch.as_tensor makes one")
     if labels.is_floating_point() or labels.dim() != 1:
         raise DataError(f"labels must be integers [N], not {labels.dtype} {list(labels.shape)}")
     if len(labels) != count:

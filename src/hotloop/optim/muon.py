@@ -67,7 +67,6 @@ class Muon(ResidentOptimizer):
     """
 
     device_settings: ClassVar[frozenset[str]] = frozenset({"lr", "momentum", "betas", "weight_decay"})
-    _by_gram = True  # where `hotloop.kernels.gram` takes a matrix
 
     def __init__(
         self,
@@ -227,10 +226,8 @@ class Muon(ResidentOptimizer):
         small: list[int] = []  # of 64 rows, and larger ones that the same kernels take
         large: list[int] = []
         for number, weight in enumerate(batch.weights):
-            if (
-                self._by_gram
-                and group["ns_steps"] > 0
-                and muon_step_takes(weight, batch.gradients[number], means[number], kind)
+            if group["ns_steps"] > 0 and muon_step_takes(
+                weight, batch.gradients[number], means[number], kind
             ):
                 (small if len(weight) == 64 else large).append(number)
             else:

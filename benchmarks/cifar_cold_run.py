@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cifar_cold_layers import TorchLayers
-from benchmarks.cifar_net import MEAN, STD, Net, Recipe
+from benchmarks.cifar_net import COEFFICIENTS, MEAN, STD, Net, Recipe
 
-__all__ = ["COEFFICIENTS", "ColdRun", "orthogonal"]
+__all__ = ["ColdRun", "orthogonal"]
 
-COEFFICIENTS = (3.4576, -4.7391, 2.0843)
 Mark = Callable[[str], None]
 
 

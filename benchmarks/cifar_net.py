@@ -12,9 +12,11 @@ from torch import nn
 
 from hotloop.kernels.pooled_norm import global_max, pooled_norm_silu
 
-__all__ = ["BEST", "DEEP", "MEAN", "STD", "Net", "Phase", "Recipe", "phases_of"]
+__all__ = ["BEST", "COEFFICIENTS", "DEEP", "MEAN", "STD", "Net", "Phase", "Recipe", "phases_of"]
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+COEFFICIENTS = (3.4576, -4.7391, 2.0843)
+"""Of Muon's quintic."""
 DEEP = 2
 """Layers from this one on are updated while those below are still differentiated."""
 
@@ -44,7 +46,6 @@ class Recipe:
     tta_shifts: int = 1
     dtype: str = "float16"
     kernels: bool = True
-    muon_kernels: bool = True
     capture: str = "graph"  # eager, graph, compile, full
     edges: bool = True  # layers make the next one's padding where that saves work
     unroll: int = 16  # steps of one graph

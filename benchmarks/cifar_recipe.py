@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.cifar_end import end_and_back, end_takes
-from benchmarks.cifar_muon import Filters, muon_agrees
+from benchmarks.cifar_muon import Filters
 from benchmarks.cifar_net import BEST, DEEP, MEAN, STD, Net, Phase, Recipe, phases_of
 from hotloop.data import resize_images
 from hotloop.kernels.augment import Augment, augment, augment_filtered
@@ -35,7 +35,6 @@ __all__ = [
     "Phase",
     "Recipe",
     "Trainer",
-    "muon_agrees",
     "phases_of",
     "read_cifar",
 ]

@@ -20,14 +20,6 @@ SMALL = replace(
 
 
 @pytest.fixture
-def data():
-    g = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (48, 32, 32, 3), generator=g, dtype=torch.uint8)
-    labels = torch.arange(48) % 10
-    return images, labels, images[:16], labels[:16]
-
-
-@pytest.fixture
 def bench(data, monkeypatch):
     monkeypatch.setattr(cifar_ablation, "BEST", SMALL)
     return cifar_ablation.Bench(data)

@@ -19,14 +19,6 @@ SMALL = replace(
 )
 
 
-@pytest.fixture
-def data():
-    g = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (48, 32, 32, 3), generator=g, dtype=torch.uint8)
-    labels = torch.arange(48) % 10
-    return images, labels, images[:16], labels[:16]
-
-
 def test_fractions_of_steps_are_carried_on():
     phases = phases_of(replace(SMALL, batch=8, sizes=((0.4, 24), (0.4, 28), (0.4, 32))), 24)
     assert [p.steps for p in phases] == [1, 1, 2]  # each is 1.2

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cifar_cold_child import EPOCHS, OURS
-from benchmarks.harness import Figure, report
+from benchmarks.harness import Figure, half_interval, report
 
 __all__ = ["KINDS", "accuracy", "cold", "keep_bytecode", "main", "measure", "process"]
 
@@ -183,8 +183,7 @@ def accuracy(folder: Path, kind: str, seeds: int, epochs: tuple[str, ...] = EPOC
 
 
 def _mean(name: str, values: list[float]) -> Figure:
-    half = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return Figure(f"{name} (n={len(values)})", statistics.mean(values), "%", half)
+    return Figure(f"{name} (n={len(values)})", statistics.mean(values), "%", half_interval(values))
 
 
 def _kinds(text: str) -> dict[str, int]:

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cifar_recipe import BEST, Outcome, Trainer, read_cifar
-from benchmarks.harness import Figure, report
+from benchmarks.harness import Figure, half_interval, report
 
 
 def summary(
@@ -44,8 +44,8 @@ def summary(
         ("mean accuracy", "%", [100 * o.accuracy for o in outcomes]),
         ("seconds", "s", [o.seconds for o in outcomes]),
     ):
-        spread = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        found.append(Figure(f"{name}: {what} (n={len(values)})", statistics.mean(values), unit, spread))
+        title = f"{name}: {what} (n={len(values)})"
+        found.append(Figure(title, statistics.mean(values), unit, half_interval(values)))
     found[1].peer, found[1].ratio = peer, ratio
     return found
 

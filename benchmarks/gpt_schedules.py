@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpt_to_loss import SEEDS, TARGET
-from benchmarks.harness import Figure, arguments, report
+from benchmarks.harness import Figure, arguments, half_interval, report
 from hotloop import optim
 from hotloop.optim import Rate
 
@@ -127,8 +127,9 @@ def pace(rows: list[tuple[float, float]]) -> float:
 
 
 def half(values: list[float]) -> float:
-    """Half a 95 % interval of the mean."""
-    return 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    """Half a 95 % interval of the mean; NaN for a single value."""
+    found = half_interval(values)
+    return float("nan") if found is None else found
 
 
 def crossing(points: list[tuple[float, float]]) -> float | None:

@@ -77,6 +77,11 @@ def median_with_spread(values: Sequence[float], *, draws: int = 2000) -> tuple[f
     return statistics.median(values), (high - low) / 2
 
 
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half a 95 % interval of the mean of independent runs, as if normally distributed; None for a single one."""
+    return 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
 def paired_ratio(mine: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
     """Median over rounds of peer's time over mine (how many times faster), and its spread."""
     return median_with_spread([p / m for m, p in zip(mine, peer, strict=True)])

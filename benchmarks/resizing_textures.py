@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hotloop
-from benchmarks.harness import Figure, arguments, report
+from benchmarks.harness import Figure, arguments, half_interval, report
 from hotloop import data, optim
 
 SIZE = 128
@@ -234,8 +234,9 @@ def main() -> None:
                 [("training", "s", 1), ("accuracy", "%", 100), ("accuracy, norms refreshed", "%", 100)]
             ):
                 values = [scale * row[k] for row in (rows if k else rows[1:])]
-                spread = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-                figures.append(Figure(f"{title}: {what}", statistics.mean(values), unit, spread))
+                figures.append(
+                    Figure(f"{title}: {what}", statistics.mean(values), unit, half_interval(values))
+                )
                 print(f"  {title}: {what} {' '.join(f'{v:.3f}' for v in values)} {unit}", flush=True)
     report("textures of 128 pixels at equal seconds", figures, args.json)
 

@@ -143,6 +143,25 @@ def test_a_driver_that_refuses_has_the_step_recorded_without_ports(ported_loop, 
     torch.testing.assert_close(model.weight, twin.weight)
 
 
+def test_a_driver_that_refuses_the_first_launch_leaves_no_gradients_to_add_to(ported_loop):
+    loop = ported_loop()
+    model = nn.Linear(2, 1, bias=False)
+    model, _ = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+
+    @loop.capture(mode="graph")
+    def train(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    for number in range(1, 10):
+        train._recorder.broken = number == 4
+        train(torch.full((1, 2), float(number)))
+        assert model.weight.grad.tolist() == [[float(number)] * 2]
+        model.weight.grad = None
+    assert (train.captures, train.replays, train.reason) == (2, 5, None)
+
+
 @pytest.mark.parametrize("end", ["src", "dst"])
 def test_a_copy_that_is_not_found_has_the_step_recorded_without_ports(ported_loop, monkeypatch, end, capsys):
     make = PortedRecorder.__init__

@@ -71,6 +71,24 @@ def test_a_step_that_writes_what_it_is_given_twice_runs_eagerly_then(either_loop
     assert step.replays == (3 if first else 0)
 
 
+def test_gradients_of_a_recording_that_is_given_up_are_none_to_add_to(either_loop):
+    loop = either_loop()
+    model = loop.prepare(nn.Linear(2, 1, bias=False))
+
+    @loop.capture(mode="graph")
+    def train(x, y):
+        loss = model(x.mul_(2)).sum() + 0 * y.sum()
+        loss.backward()
+        return loss
+
+    for number in range(1, 8):
+        x = torch.full((1, 2), float(number))
+        train(x, x.view(2))
+        assert model.weight.grad.tolist() == [[2.0 * number] * 2]
+        model.weight.grad = None
+    assert train.replays == 0
+
+
 def test_numbers_that_are_to_be_conjugated_or_negated_are_read_so(either_loop):
     step = either_loop().capture(lambda x: x * 2, mode="graph")
     for number in range(12):

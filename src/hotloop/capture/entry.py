@@ -240,6 +240,11 @@ class Entry:
             torch._foreach_copy_([m[0] for m in moved], [m[1] for m in moved])
         return True
 
+    def leave_gradients(self) -> None:
+        """Let each parameter's gradient be what it was before the recording, whose own has not been computed."""
+        for p, gradient in zip(self.parameters, self.before, strict=True):
+            p.grad = gradient
+
     def place_gradients(self) -> None:
         """Let each parameter's gradient be the tensor that the last replay wrote."""
         gradients = self.gradients

@@ -339,6 +339,7 @@ class CapturedStep:
             try:
                 self._launch(entry, tensors, None)
             except PortError as error:
+                entry.leave_gradients()
                 self._leave_ports(error)
                 return self._run_eagerly(args, kwargs)
             result = self._after(entry)
@@ -376,8 +377,8 @@ class CapturedStep:
         """Record the step for this shape; False if it cannot be, and then it runs eagerly."""
         fingerprint = self._frozen.fingerprint
         args, kwargs = self._arguments(entry.take_inputs(leaves), spec)
-        entry.parameters = parameters = fingerprint.parameters
-        entry.before = before = self._host.hold_gradients(parameters)
+        entry.parameters = fingerprint.parameters
+        entry.before = self._host.hold_gradients(entry.parameters)
 
         def work() -> Any:
             entry.watch_inputs()
@@ -393,8 +394,7 @@ class CapturedStep:
             if feeds is not None:
                 entry.open_ports(feeds, effects.landings)
         except BaseException as error:
-            for p, gradient in zip(parameters, before, strict=True):
-                p.grad = gradient
+            entry.leave_gradients()
             if not isinstance(error, RuntimeError | AssertionError):
                 # the step's own, or an interrupt: it is recorded when it comes next
                 entry.forget()
@@ -416,6 +416,7 @@ class CapturedStep:
         entry.keep(result, effects)
         self.captures += 1
         if not entry.does_as_given(only_tensors(leaves)):
+            entry.leave_gradients()
             entry.forget()
             assert self._recordings is not None
             self._recordings.refuse(entry, "it writes into an argument, and two arguments are one memory")

@@ -14,14 +14,15 @@ import difflib
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hotloop.errors import SettingError
 
-__all__ = ["SETTINGS", "Setting", "Settings", "find_settings"]
+__all__ = ["SETTINGS", "Setting", "Settings", "find_settings", "variables_set"]
 
 # Variables of that prefix which steer other things than a Loop's settings.
 _OTHER_VARIABLES = {
@@ -294,3 +295,18 @@ def _read_file(
             notes.append(f"{path} is left aside: it was found on {there}, and this is {mine}")
             return {}
     return table
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block; afterwards each is what it was, or absent again."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

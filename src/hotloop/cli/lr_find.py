@@ -15,6 +15,7 @@ from hotloop.cli.launch import split_arguments
 from hotloop.cli.publish import publish_text
 from hotloop.cli.verb import Verb, make_parser
 from hotloop.errors import HotloopError
+from hotloop.settings import variables_set
 
 __all__ = ["VERB"]
 
@@ -135,23 +136,12 @@ def _nothing_saved() -> Iterator[None]:
         torch.save = save
 
 
-@contextlib.contextmanager
-def _plain_runs() -> Iterator[None]:
+def _plain_runs() -> contextlib.AbstractContextManager[None]:
     """Loops in the script keep no record, run captured steps eagerly and let a loss explode."""
     wanted = "capture=off,record=false,nonfinite=ignore"
-    names = ("HOTLOOP_OVERRIDE", "HOTLOOP_PROGRESS")
-    before = {name: os.environ.get(name) for name in names}
-    given = before["HOTLOOP_OVERRIDE"]
-    os.environ["HOTLOOP_OVERRIDE"] = f"{given},{wanted}" if given else wanted
-    os.environ["HOTLOOP_PROGRESS"] = "0"
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    given = os.environ.get("HOTLOOP_OVERRIDE")
+    override = f"{given},{wanted}" if given else wanted
+    return variables_set({"HOTLOOP_OVERRIDE": override, "HOTLOOP_PROGRESS": "0"})
 
 
 VERB = Verb("lr-find", _SUMMARY, _run)

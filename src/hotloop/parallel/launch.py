@@ -29,6 +29,7 @@ from hotloop.errors import LaunchError
 from hotloop.hardware.cores import usable_cores
 from hotloop.parallel.failures import Failure, describe_failures, read_failures
 from hotloop.parallel.target import check_target
+from hotloop.settings import variables_set
 
 __all__ = ["Launch", "launch_processes"]
 
@@ -89,7 +90,7 @@ def launch_processes(launch: Launch) -> int:
     folder = Path(tempfile.mkdtemp(prefix="hotloop-launch-"))
     try:
         _write_job(folder, launch)
-        with _environment(_variables(launch, count, os.environ)):
+        with variables_set(_variables(launch, count, os.environ)):
             return _run_agent(folder, launch, count)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,20 +219,6 @@ def _variables(launch: Launch, count: int, env: Mapping[str, str]) -> dict[str, 
         nodes = f" on each of {launch.nodes} nodes" if launch.nodes > 1 else ""
         _say(f"{count} processes{where}{nodes}, {threads}")
     return found
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _write_job(folder: Path, launch: Launch) -> None:

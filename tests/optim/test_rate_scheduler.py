@@ -1,6 +1,7 @@
 """Rates as torch schedulers: groups, units, saving and resuming, chaining, momentum and weight decay."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -242,3 +243,93 @@ def test_a_state_of_something_else_is_refused():
     for per_step in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(SettingError, match="per_step"):
             rates.constant(0.1).scheduler(make(), per_step=per_step)
+
+
+@pytest.mark.parametrize("stop", [None, 3, 10, 17])
+def test_relative_rates_follow_each_other_and_multiply(stop):
+    """In torch's SequentialLR, which begins its first part twice, and beside one another; also when resumed."""
+    up, down = rates.linear(0.1, 1.0, 10), rates.cosine(1.0, 0.1, 20)
+
+    def sequence(optimizer):
+        parts = [rate.scheduler(optimizer, relative=True) for rate in (up, down)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [10])
+
+    def product(optimizer):
+        parts = [rate.scheduler(optimizer, relative=True) for rate in (up, down)]
+        parts.insert(1, lr_scheduler.ExponentialLR(optimizer, 0.9))
+        return lr_scheduler.ChainedScheduler(parts, optimizer=optimizer)
+
+    def rise(k):
+        return 0.1 + 0.09 * min(k, 10)
+
+    def fall(k):
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(k, 20) / 20))
+
+    for build, wanted in (
+        (sequence, lambda k: rise(k) if k < 10 else fall(k - 10)),
+        (product, lambda k: rise(k) * 0.9**k * fall(k)),
+    ):
+        optimizer = make()
+        scheduler = build(optimizer)
+        for k in range(30):
+            assert lrs(optimizer) == pytest.approx([lr * wanted(k) for lr in (0.1, 0.02)], rel=1e-12)
+            step(optimizer, scheduler)
+            if k == stop:
+                saved, state = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(scheduler.state_dict())
+                optimizer = make()
+                scheduler = build(optimizer)
+                scheduler.load_state_dict(state)
+                optimizer.load_state_dict(saved)
+
+
+def test_a_second_relative_rate_counts_from_the_rate_of_now():
+    optimizer = make()
+    first = rates.linear(1.0, 0.5, 4).scheduler(optimizer, relative=True)
+    for _ in range(4):
+        step(optimizer, first)
+    second = rates.linear(1.0, 0.0, 10).scheduler(optimizer, relative=True)
+    for k in range(10):
+        assert lrs(optimizer) == pytest.approx([0.05 * (1 - k / 10), 0.01 * (1 - k / 10)])
+        step(optimizer, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_relative_rate_in_a_tensor_keeps_what_others_did(dtype):
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=torch.tensor(0.1, dtype=dtype), foreach=False)
+    mine = rates.linear(0.5, 1.0, 10).scheduler(optimizer, relative=True)
+    theirs = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for k in range(15):
+        wanted = 0.1 * (0.5 + 0.05 * min(k, 10)) * 0.9**k
+        assert float(lrs(optimizer)[0]) == pytest.approx(wanted, rel=1e-6)
+        step(optimizer, mine, theirs)
+
+
+@pytest.mark.parametrize("n", [49, 98, 103])
+@pytest.mark.parametrize("varies", [False, True])
+def test_an_epoch_of_steps_is_an_epoch(n, varies):
+    """49 * (1 / 49) is below 1: a step schedule must not fall an update late for it."""
+    optimizer, theirs = make(), make()
+    rate = rates.piecewise([(0, 0.1), (3, 0.01), (5, 0.001)], shape="constant", unit="epochs")
+    scheduler = rate.scheduler(optimizer, per_step=(lambda k: 1 / n) if varies else 1 / n)
+    reference = lr_scheduler.MultiStepLR(theirs, [3 * n, 5 * n])
+    for _ in range(6 * n):
+        assert scheduler.get_last_lr()[0] == pytest.approx(reference.get_last_lr()[0], rel=1e-12)
+        step(optimizer, scheduler)
+        step(theirs, reference)
+
+
+def test_a_long_sum_of_batches_is_whole_epochs():
+    scheduler = rates.constant(0.1, unit="epochs").scheduler(make(), per_step=lambda k: 1 / 1009)
+    scheduler.last_epoch = 300 * 1009
+    assert scheduler.time == pytest.approx(300, rel=1e-15)
+
+
+def test_a_group_that_is_added_is_told():
+    optimizer = make()
+    scheduler = rates.constant(0.1).scheduler(optimizer)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    optimizer.step()
+    for use in (scheduler.step, scheduler.state_dict):
+        with pytest.raises(OptimizerError, match="3 groups now, and had 2"):
+            use()

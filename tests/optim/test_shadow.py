@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from hotloop.optim import ShadowSchedule, is_metric_driven
+from hotloop.optim import ShadowSchedule, is_metric_driven, one_cycle
 
 
 def make(**options):
@@ -70,3 +70,22 @@ def test_only_plateaus_wait_for_a_metric():
     optimizer = make()
     assert is_metric_driven(lr_scheduler.ReduceLROnPlateau(optimizer))
     assert not is_metric_driven(lr_scheduler.StepLR(optimizer, 1))
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_part_that_begins_late_says_what_it_will_move(ours):
+    """A table has its columns before the rows are known in which they change."""
+    optimizer = make()
+
+    def cycle(optimizer):
+        if ours:
+            return one_cycle(0.5, 10).scheduler(optimizer)
+        return lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=11)
+
+    parts = [lr_scheduler.ConstantLR(optimizer, 1.0, 1), cycle(optimizer)]
+    shadow = ShadowSchedule(lr_scheduler.SequentialLR(optimizer, parts, [5000]))
+    shadow.run_to(20)
+    assert shadow.moving == {"momentum"}
+    shadow.run_to(5006)
+    momenta = {shadow.others(row)[0]["momentum"] for row in range(5000, 5006)}
+    assert len(momenta) > 2

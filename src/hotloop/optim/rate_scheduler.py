@@ -29,12 +29,13 @@ class RateScheduler(LRScheduler):
         factor: what the learning rate of the update with this number is multiplied by, as where batches change size;
             `hotloop.data.Resizing.scheduler` gives that.
         relative: the rates are factors of what each group's learning rate is now. Such schedulers chain: another one
-            on the same optimizer, or a change by hand, goes on to count as a factor. Otherwise a rate is the learning
-            rate itself, whatever it was.
+            on the same optimizer, or a change by hand, goes on to count as a factor, but not while the rate is 0 or is
+            a tensor on another device than the CPU. Otherwise a rate is the learning rate itself, whatever it was.
 
     Raises:
         SettingError: a rate that is not in steps comes without `per_step`, that is not above 0, or units differ.
-        OptimizerError: there are not as many rates as groups, or one has a momentum and its group has none.
+        OptimizerError: there are not as many rates as groups, also after a group was added, or one has a momentum and
+            its group has none.
 
     >>> from hotloop.optim import rates
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
@@ -85,8 +86,8 @@ class RateScheduler(LRScheduler):
         self.per_step = 1.0 if per_step is None else per_step
         self.factor = factor
         self.relative = relative
-        # where a variable per_step has brought it: update number and time
-        self._at = (0, 0.0)
+        # where a variable per_step has brought it: update number, time, and what the sum has lost to rounding
+        self._at = (0, 0.0, 0.0)
         self._factors = [1.0] * len(groups)
         self._set: list[float | None] = [None] * len(groups)
         # learning rates in force when a state was loaded: where they still are, nobody has changed them since
@@ -96,11 +97,20 @@ class RateScheduler(LRScheduler):
     @property
     def moves(self) -> frozenset[str]:
         """What it moves beside the learning rate: of "momentum", "betas" and "weight_decay"."""
-        pairs = list(zip(self.rates, self.optimizer.param_groups, strict=True))
+        pairs = list(zip(self.rates, self._groups(), strict=True))
         found = {
             "betas" if "betas" in group else "momentum" for rate, group in pairs if rate.momentum is not None
         }
         return frozenset(found | {"weight_decay" for rate, _ in pairs if rate.weight_decay is not None})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        if len(groups) != len(self.rates):
+            raise OptimizerError(
+                f"the {type(self.optimizer).__name__} has {len(groups)} groups now, and had {len(self.rates)} when its "
+                "RateScheduler was made: add groups first, or make a new one"
+            )
+        return groups
 
     @property
     def time(self) -> float:
@@ -110,13 +120,15 @@ class RateScheduler(LRScheduler):
     def _time(self, step: int) -> float:
         if not callable(self.per_step):
             return step * self.per_step
-        done, time = self._at
+        done, time, lost = self._at
         if done > step:
-            done, time = 0, 0.0
+            done, time, lost = 0, 0.0, 0.0
         while done < step:
-            time += self.per_step(done)
-            done += 1
-        self._at = (done, time)
+            # compensated (Kahan 1965): a million batches add up to whole epochs
+            more = self.per_step(done) + lost
+            total = time + more
+            time, lost, done = total, more - (total - time), done + 1
+        self._at = (done, time, lost)
         return time
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -130,15 +142,20 @@ class RateScheduler(LRScheduler):
         time = self.time
         more = 1.0 if self.factor is None else self.factor(max(self.last_epoch, 0))
         found: list[float | torch.Tensor] = []
-        for i, (rate, group) in enumerate(zip(self.rates, self.optimizer.param_groups, strict=True)):
+        for i, (rate, group) in enumerate(zip(self.rates, self._groups(), strict=True)):
             value = rate(time) * more
             if self.relative:
-                value *= float(self.base_lrs[i])
+                base = float(self.base_lrs[i])
+                if not chained or self._is_initial:
+                    # SequentialLR begins its first part twice, and each later one with the rates first given
+                    self._factors[i], self._set[i] = 1.0, None
+                    if chained and self.last_epoch == 0 and _read(group["lr"]):
+                        self._set[i] = base
+                value *= base
                 if chained:
                     self._factors[i] *= self._by_others(i, group["lr"])
-                    self._stale[i] = None
                     value *= self._factors[i]
-                self._set[i] = value
+                self._stale[i], self._set[i] = None, value
             found.append(value)
         self.put_others()
         return found
@@ -146,7 +163,7 @@ class RateScheduler(LRScheduler):
     def put_others(self) -> None:
         """Set momentum and weight decay of the groups to what they are at the time now."""
         time = self.time
-        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
+        for rate, group in zip(self.rates, self._groups(), strict=True):
             if rate.momentum is not None:
                 _set_momentum(group, rate.momentum(time))
             if rate.weight_decay is not None:
@@ -154,16 +171,19 @@ class RateScheduler(LRScheduler):
 
     def _by_others(self, i: int, lr: Any) -> float:
         """What anybody else has multiplied the learning rate by since it was set here."""
-        mine = self._set[i]
-        # reading a tensor could wait for its device; after a zero nothing can be told
-        if not mine or isinstance(lr, torch.Tensor) or lr in (mine, self._stale[i]) or not math.isfinite(lr):
+        mine, now = self._set[i], _read(lr)
+        # after a zero nothing can be told
+        if not mine or now is None or now in (mine, self._stale[i]) or not math.isfinite(now):
             return 1.0
-        return float(lr / mine)
+        if isinstance(lr, torch.Tensor) and abs(now - mine) <= torch.finfo(lr.dtype).eps * abs(mine):
+            return 1.0
+        return now / mine
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, as plain numbers; the rates themselves are the program's."""
         # what others did since the last step counts here, or it would be lost with the optimizer loaded first
-        others = [self._by_others(i, group["lr"]) for i, group in enumerate(self.optimizer.param_groups)]
+        groups = self._groups()
+        others = [self._by_others(i, group["lr"]) for i, group in enumerate(groups)]
         return {
             "last_epoch": self.last_epoch,
             "_step_count": self._step_count,
@@ -172,7 +192,7 @@ class RateScheduler(LRScheduler):
             "factors": [mine * other for mine, other in zip(self._factors, others, strict=True)],
             "set": [
                 mine if other == 1.0 else float(group["lr"])
-                for mine, other, group in zip(self._set, others, self.optimizer.param_groups, strict=True)
+                for mine, other, group in zip(self._set, others, groups, strict=True)
             ],
         }
 
@@ -185,17 +205,19 @@ class RateScheduler(LRScheduler):
         if "factors" not in state_dict or len(state_dict["factors"]) != len(self.rates):
             found = f"{len(state_dict['factors'])} groups" if "factors" in state_dict else "another scheduler"
             raise OptimizerError(f"the state is that of {found}, not of a RateScheduler of {len(self.rates)}")
-        self._stale = [
-            None if isinstance(group["lr"], torch.Tensor) else group["lr"]
-            for group in self.optimizer.param_groups
-        ]
+        self._stale = [_read(group["lr"]) for group in self.optimizer.param_groups]
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["_step_count"]
         self._last_lr = list(state_dict["_last_lr"])
         self.base_lrs = list(state_dict["base_lrs"])
         self._factors = list(state_dict["factors"])
         self._set = list(state_dict["set"])
-        self._at = (0, 0.0)
+        self._at = (0, 0.0, 0.0)
+
+
+def _read(lr: Any) -> float | None:
+    """A learning rate as a number; None for a tensor on a device that reading it would wait for."""
+    return float(lr) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else None
 
 
 def _set_momentum(group: dict[str, Any], value: float) -> None:

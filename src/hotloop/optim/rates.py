@@ -35,6 +35,9 @@ __all__ = [
 
 UNITS = ("steps", "epochs", "samples", "tokens")
 
+# What a time that is a product or a sum of many may be short of a border that it is to have reached, of itself.
+_ROUNDING = 1e-12
+
 # Value at u = (time in the piece) / span, between a at u = 0 and b at u = 1.
 SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "constant": lambda a, b, u: a,
@@ -134,10 +137,12 @@ class Rate:
     def __call__(self, t: float) -> float:
         """The value at time `t` (in `unit`, from 0)."""
         t = max(t, 0.0)
+        # 49 steps of 1 / 49 of an epoch are an epoch, though their product is a rounding error less
+        slack = _ROUNDING * t
         for piece in self.pieces:
-            if t < piece.length:
+            if t < piece.length - slack:
                 return piece(t)
-            t -= piece.length
+            t = max(t - piece.length, 0.0)
         return self.pieces[-1].last
 
     def values(self, n: int, *, every: float = 1.0) -> list[float]:

@@ -18,6 +18,14 @@ def is_metric_driven(scheduler: Any) -> bool:
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
+def _told_moves(scheduler: Any) -> set[str]:
+    """What a schedule, or a part of a sequence or chain, knows that it will move beside the rate: it may begin late."""
+    found = set(getattr(scheduler, "moves", ()))
+    if getattr(scheduler, "cycle_momentum", False):  # torch's OneCycleLR and CyclicLR
+        found |= {"betas" if "betas" in group else "momentum" for group in scheduler.optimizer.param_groups}
+    return found.union(*map(_told_moves, getattr(scheduler, "_schedulers", ())))
+
+
 class _Stand(Optimizer):
     """An optimizer in name only: the groups' settings of another, without its parameters."""
 
@@ -54,8 +62,7 @@ class ShadowSchedule:
         self._stand._opt_called = True  # type: ignore[attr-defined]
         self.rows: list[list[float]] = []
         self._others: list[list[dict[str, Any]]] = []
-        # a schedule that knows what it will move says so: it may begin late
-        self._moving: set[str] = set(getattr(scheduler, "moves", ()))
+        self._moving = _told_moves(scheduler)
         self._note_row()
 
     @property

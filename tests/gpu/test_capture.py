@@ -112,12 +112,9 @@ def test_a_waiting_step_falls_back_and_names_the_line(capsys):
 def test_an_operation_that_cannot_be_recorded_falls_back_and_training_goes_on():
     loop = hotloop.Loop(record=False)
     model, optimizer, loader, _ = build(loop)
-    count = 0
 
     def hidden(x):
-        nonlocal count
-        count += 1
-        if count > 3:
+        if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         return x
 
@@ -130,7 +127,7 @@ def test_an_operation_that_cannot_be_recorded_falls_back_and_training_goes_on():
 
     losses = [step(x, y) for x, y in loader]
     assert step.captures == 0
-    assert step.reason is not None
+    assert "captur" in step.reason
     assert torch.isfinite(torch.stack(losses)).all()
 
 
@@ -474,12 +471,9 @@ def test_two_optimizers_two_steps():
 
 def test_random_numbers_go_on_after_a_recording_that_failed():
     loop = hotloop.Loop(seed=0, record=False)
-    count = 0
 
     def hidden(x):
-        nonlocal count
-        count += 1
-        if count > 3:
+        if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         return x
 
@@ -487,6 +481,7 @@ def test_random_numbers_go_on_after_a_recording_that_failed():
     torch.manual_seed(5)
     values = [step(torch.zeros(8, device="cuda")) for _ in range(6)]
     assert step.captures == 0
+    assert "captur" in step.reason
     torch.manual_seed(5)
     expected = [torch.rand(8, device="cuda") for _ in range(6)]
     assert torch.equal(torch.stack(values[:3]), torch.stack(expected[:3]))
@@ -498,6 +493,48 @@ def test_random_numbers_go_on_after_a_recording_that_failed():
     assert other.captures == 1
     torch.manual_seed(6)
     assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(8, device="cuda") for _ in range(8)]))
+
+
+def test_weights_are_cast_anew_in_each_autocast_around_the_calls():
+    loop = hotloop.Loop(record=False)
+    model = loop.prepare(nn.Linear(32, 8))
+
+    def around(run, x, calls):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            return [run(x) for _ in range(calls)]
+
+    evaluate = loop.capture(lambda x: model(x), mode="graph")
+    x = torch.randn(4, 32, device="cuda")
+    for _ in range(3):
+        (wanted,) = around(model, x, 1)
+        assert wanted.dtype == torch.bfloat16
+        assert all(torch.equal(found, wanted) for found in around(evaluate, x, 6))
+        # memory that the casts had is given out again
+        junk = [torch.full((size,), float("nan"), device="cuda") for size in (8, 128) for _ in range(64)]
+        del junk
+        with torch.no_grad():
+            model.weight.mul_(2.0)
+    assert (evaluate.captures, evaluate.replays, evaluate.reason) == (1, 15, None)
+
+
+def test_casts_of_a_recording_that_failed_are_read_by_nobody():
+    loop = hotloop.Loop(record=False)
+    model = loop.prepare(nn.Linear(32, 8))
+
+    def hidden(x):
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return x
+
+    step = loop.capture(lambda x: hidden(model(x)), mode="graph")
+    x = torch.randn(4, 32, device="cuda")
+    for _ in range(6):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            found = step(x)
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(found, model(x))
+    assert step.captures == 0
+    assert "captur" in step.reason
 
 
 def test_around_a_value_read_on_the_host_modules_are_launched_as_one(capsys):

@@ -12,7 +12,7 @@ import torch
 
 from hotloop.capture.ports import Port, PortError, Ports, ports_work
 from hotloop.hardware.gate import RECORDING_GATE
-from hotloop.hardware.recording import mend_failed_recording, run_on
+from hotloop.hardware.recording import mend_failed_recording, own_casts, run_on
 
 __all__ = ["CudaRecorder", "CudaRecording", "Recorder", "Recording"]
 
@@ -157,7 +157,7 @@ class CudaRecorder:
         # its own in its pool; dropped again afterwards, that one is nobody else's.
         _drop_workspaces()
         try:
-            with RECORDING_GATE.closed(), torch.cuda.stream(self.stream):
+            with RECORDING_GATE.closed(), torch.cuda.stream(self.stream), own_casts():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     for source, place in feeds or ():

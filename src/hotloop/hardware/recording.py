@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-__all__ = ["mend_failed_recording", "recording_stream", "run_on"]
+__all__ = ["mend_failed_recording", "own_casts", "recording_stream", "run_on"]
 
 
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
@@ -35,6 +35,20 @@ def run_on(stream: torch.cuda.Stream, work: Callable[[], Any]) -> Any:
         result = work()
     outer.wait_stream(stream)
     return result
+
+
+@contextmanager
+def own_casts() -> Iterator[None]:
+    """What is recorded while it is open casts weights itself, also inside an autocast that was entered before.
+
+    Autocast keeps casts until it is left. A recording that reads one from before reads memory that is given back then,
+    and the weights as they were; and one that is made in a recording is not there before that is launched.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def mend_failed_recording(stream: torch.cuda.Stream) -> None:

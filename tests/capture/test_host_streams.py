@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from hotloop.capture.host_streams import HostStreams
+
 OWN = np.random.default_rng(3)
 LEGACY = np.random.RandomState(3)
 PYTHON = random.Random(3)
@@ -107,6 +109,22 @@ def test_a_module_that_draws_on_the_host_is_no_recording_either(graph_loop, caps
     assert step.captures == 0
     assert "python's random stream" in step.reason
     assert "forward and backward of LayerDrop run eagerly too: line" in capsys.readouterr().err
+
+
+def test_torch_on_the_host_draws_where_the_device_is_another():
+    own = torch.Generator().manual_seed(3)
+
+    def step(x, named):
+        return x * (torch.rand((), generator=own) if named else torch.rand(()))
+
+    for named, stream in ((True, "`own` on the host"), (False, "torch's random stream of the CPU")):
+        streams = HostStreams(step, torch.device("xpu"))
+        assert streams.drawn() is None
+        step(1.0, named)
+        assert f"it draws from {stream}; " in streams.drawn()
+    here = HostStreams(step, torch.device("cpu"))
+    step(step(1.0, True), False)
+    assert here.drawn() is None
 
 
 def test_what_is_drawn_outside_is_nobody_s_business(graph_loop):

@@ -25,8 +25,8 @@ _KINDS = (random.Random, np.random.Generator, np.random.RandomState)
 class HostStreams:
     """Where the streams that `function` may draw from stand now.
 
-    They are python's, numpy's, torch's of the CPU (but where that is the device's own) and those objects of python's
-    and numpy's that the function knows by a name.
+    They are python's, numpy's, torch's of the CPU (but where that is the device's own) and such objects of theirs that
+    the function knows by a name.
 
     Args:
         function: the step, or a module's forward.
@@ -40,7 +40,8 @@ class HostStreams:
             "python's random stream": random.getstate,
             "numpy's random stream": np.random.get_state,
         }
-        if device.type != "cpu":
+        here = device.type == "cpu"
+        if not here:
             self._streams["torch's random stream of the CPU"] = lambda: torch.get_rng_state().numpy()
         for name, value in self._scope.items():
             if isinstance(value, np.random.Generator):
@@ -50,6 +51,8 @@ class HostStreams:
                 self._streams[f"`{name}` on the host"] = value.get_state
             elif isinstance(value, random.Random):
                 self._streams[f"`{name}` on the host"] = value.getstate
+            elif isinstance(value, torch.Generator) and value.device.type == "cpu" and not here:
+                self._streams[f"`{name}` on the host"] = lambda value=value: value.get_state().numpy()  # type: ignore[misc]
         self._before = self._look()
 
     def drawn(self) -> str | None:

@@ -66,7 +66,8 @@ def _end(
     for p in tl.static_range(1, pixels):
         other = tl.load(x + first + p * channels, mask=here, other=0.0)
         place = tl.where(other > best, p, place)
-        best = tl.maximum(best, other).to(other.dtype)  # it makes float32 of bfloat16
+        # it makes float32 of bfloat16
+        best = tl.maximum(best, other, propagate_nan=tl.PropagateNan.ALL).to(other.dtype)
     tl.store(largest + n * channels + c, best, mask=here)
     weights = tl.load(head + k[:, None] * channels + c, mask=(k < classes)[:, None], other=0.0)
     known = (k < classes)[None, :]

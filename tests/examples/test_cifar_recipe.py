@@ -109,3 +109,16 @@ def test_the_end_in_one_kernel_has_the_gradients_of_its_parts(shape, dtype, boun
     assert (dx.double() - own.grad).norm() < bound * own.grad.norm()
     found = slopes[:, :10].double().T @ largest.double() / channels
     assert (found - weights.grad).norm() < bound * weights.grad.norm()
+
+
+@pytest.mark.skipif(not runs_on(DEVICE), reason="Triton runs no programs here")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, over what is no number
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_the_end_in_one_kernel_sees_what_is_no_number(place):
+    x = torch.randn(3, 16, 2, 2, generator=torch.Generator().manual_seed(0)).half()
+    x[1, 5].view(-1)[place] = float("nan")
+    x, head, y = (t.to(DEVICE) for t in (x, torch.ones(10, 16).half(), torch.full((3, 10), 0.1)))
+    dx, slopes, largest = end_and_back(x.contiguous(memory_format=torch.channels_last), head, y)
+    assert torch.equal(largest.isnan(), torch.nn.functional.max_pool2d(x, 2).flatten(1).isnan())
+    assert slopes[:, :10].isnan().all(1).tolist() == [False, True, False]
+    assert dx[1].isnan().any()

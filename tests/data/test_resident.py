@@ -98,6 +98,25 @@ def test_a_position_is_resumed_to_the_bit_with_another_batch_size():
         ResidentLoader(source, 4, seed=4).load_state_dict(state)
 
 
+def test_an_epoch_that_is_left_early_is_over():
+    loader = ResidentLoader(torch.arange(12), 4, seed=1)
+    orders = [permutation(12, 1, epoch, CPU).tolist() for epoch in range(4)]
+    for epoch in range(2):
+        for x in loader:
+            assert x.tolist() == orders[epoch][:4]
+            break
+        assert loader.epoch == epoch
+    state = loader.state_dict()
+    assert torch.cat(list(loader)).tolist() == orders[2]
+    again = ResidentLoader(torch.arange(12), 4, seed=1)
+    again.load_state_dict(state)
+    # its position is that behind the batch handed out, and what is resumed may be left early again
+    assert next(iter(again)).tolist() == orders[1][4:8]
+    assert torch.cat(list(again)).tolist() == orders[2]
+    again.set_epoch(0)
+    assert torch.cat(list(again)).tolist() == orders[0]
+
+
 def test_prepared_it_knows_its_position_like_any_loader():
     def run(interrupt):
         loop = hotloop.Loop(record=False, seed=0)
@@ -326,6 +345,19 @@ def test_misuse_says_what_to_do():
             "column 1",
         ),
         (lambda: ResidentWindows(torch.ones(9, 2), 3, offsets=torch.tensor([])), "offsets must rise"),
+        (lambda: ResidentWindows(torch.ones(9, 2).numpy(), 3), "data must be a tensor"),
+        (lambda: ResidentWindows(torch.ones(9, 2), 3, torch.ones(9).numpy()), "targets must be a tensor"),
+        (lambda: ResidentWindows(torch.ones(9, 2), 3, torch.ones(())), "9 rows"),
+        (
+            lambda: ResidentWindows(torch.ones(9, 2), 3, mean=[1.0, 1.0], std=torch.ones(2)),
+            "mean must be a tensor",
+        ),
+        (
+            lambda: ResidentWindows(
+                torch.ones(9, 2), 3, mean=torch.tensor([1.0, math.nan]), std=torch.ones(2)
+            ),
+            "mean of column 1 is nan",
+        ),
         (lambda: ResidentWindows(torch.ones(3, 2), 3, ids=["a", "a", "b"]), "ids must be numbers"),
         (lambda: ResidentLoader(ResidentImages(images()), resizing=[(1, 4)]), "resizing"),
     ],

@@ -9,6 +9,7 @@ from torch import nn
 
 import hotloop
 from hotloop.data import (
+    Augment,
     ResidentImages,
     ResidentLoader,
     ResidentWindows,
@@ -270,13 +271,15 @@ def test_rates_follow_the_batches(unit, world, drop_last):
         # batches of a smaller size are four times as large, their rate twice as high
         at = 0
         while at < samples:
-            factor, size = (2.0, 32) if epoch + at / samples < 1.5 else (1.0, 8)
+            begins = epoch + at / samples
+            factor, size = (2.0, 32) if begins < 1.5 else (1.0, 8)
             taken = min(size * world, samples - at)
             at += taken
             if drop_last and taken < size * world:
                 break
-            wanted.append(rate(passed) * factor)
-            passed += {"steps": 1, "samples": taken, "epochs": taken / samples}[unit]
+            # what is dropped is no sample of an update, but the epoch is over all the same
+            wanted.append(rate(begins if unit == "epochs" else passed) * factor)
+            passed += taken if unit == "samples" else 1
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
     scheduler = plan.scheduler(optimizer, rate, samples, world=world, drop_last=drop_last)
     found = []
@@ -294,3 +297,52 @@ def test_a_rate_that_the_plan_cannot_count_is_refused():
         plan.scheduler(optimizer, constant(0.1, unit="tokens"), 64)
     with pytest.raises(DataError, match="no update"):
         plan.scheduler(optimizer, constant(0.1), 4, drop_last=True)
+    with pytest.raises(DataError, match="whole epochs"):
+        plan.scheduler(optimizer, constant(0.1), 64, 1.5)
+
+
+@pytest.mark.parametrize(("start", "end"), [(24, 32), (16, 32), (8, 64)])
+def test_a_ramp_takes_the_epochs_it_was_given(start, end):
+    for epochs in range(1, 60):
+        plan = Resizing.ramp(start, end, epochs, batch_size=8, cost=0)
+        assert plan.epochs == epochs
+        assert len(plan.batches(16)) == 2 * epochs
+
+
+def test_a_rate_in_epochs_ends_with_a_run_that_drops_batches():
+    plan = Resizing([(5, 16), (5, 32)], batch_size=32, cost=0)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = plan.scheduler(optimizer, linear(1.0, 0.0, 10, unit="epochs"), 100, drop_last=True)
+    for k in range(30):
+        assert scheduler.get_last_lr()[0] == pytest.approx(1.0 - (k // 3 + k % 3 * 0.32) / 10)
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.0]
+
+
+def test_whole_sizes_may_be_floats():
+    plan = Resizing([(1, 8.0), (1, 16)], batch_size=8)
+    loader = ResidentLoader(ResidentImages(images(8, 16)), resizing=plan)
+    assert [x.shape[2:] for _ in range(2) for x in loader] == [(8, 8), (16, 16)]
+
+
+@pytest.mark.parametrize("batches", [[], [torch.randn(4, 2), torch.randn(1, 2)]])
+def test_norms_that_cannot_be_refreshed_stay_as_they_were(batches):
+    """No batch at all, and one of a single sample, whose variance torch refuses."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
+    model(torch.randn(8, 2))
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises((DataError, ValueError), match=r"no batch|more than 1 value"):
+        refresh_norms(model, batches)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model[1].training
+    assert model[1].momentum == 0.1
+
+
+def test_a_fixed_view_moves_in_proportion_to_the_size():
+    x = images(3, 16)
+    index, zero = torch.arange(3), torch.tensor(0)
+    small = ResidentImages(resize_images(x, 8), how=Augment(offset=(2, -1)))
+    seen = ResidentImages(x, how=Augment(offset=(4, -2))).cut(index, zero, 0, 8)
+    assert torch.equal(seen, small.cut(index, zero, 0, None))

@@ -126,7 +126,8 @@ class ResidentImages:
                 share = size / images.shape[1]
                 images = self.at_size(size)
                 translate, cutout, crop = (round(v * share) for v in (how.translate, how.cutout, how.crop))
-                how = replace(how, translate=translate, cutout=cutout, crop=crop)
+                offset = (round(how.offset[0] * share), round(how.offset[1] * share))
+                how = replace(how, translate=translate, cutout=cutout, crop=crop, offset=offset)
         if self.labels is None:
             return augment(images, indices, epoch, how, seed=seed, dtype=self.dtype, eager=self.eager)
         if self.filters is not None:

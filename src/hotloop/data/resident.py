@@ -83,6 +83,8 @@ class ResidentLoader:
         seed: key of order and augmentation.
         resizing: which size and batch size hold when.
 
+    A loop over it that is left early is over: the next one is the next epoch.
+
     Attributes:
         epoch: the epoch that comes next, or runs.
         stage: the stage of the batch handed out last.
@@ -171,6 +173,8 @@ class ResidentLoader:
         self._begin = self._done = 0
 
     def __iter__(self) -> Iterator[Any]:
+        if self._done and not self._begin:
+            self.epoch += 1
         begin, self._begin = self._begin, 0
         order = self.order()
         epoch = torch.tensor(self.epoch, device=self.device)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from hotloop.optim.rates import Rate
 
 __all__ = ["Resizing", "Stage", "cuts", "refresh_norms", "resize_images"]
+
+
+# What a point of a run, in epochs, may be short of a border that it is to have reached.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Resizing:
         power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}.get(rate)
         if power is None:
             raise DataError(f"rate={rate!r} is not known; valid values are: linear, sqrt, none")
+        sizes = [(float(epochs), int(size)) for epochs, size in sizes]
         largest = max(size for _, size in sizes)
         stages = []
         done = 0.0
@@ -100,7 +106,8 @@ class Resizing:
             stages.append(Stage(until, size, int(batch), (batch / batch_size) ** power))
         self.stages = tuple(stages)
         self.batch_size = batch_size
-        self.epochs = done
+        # parts of whole epochs may add up to a rounding error more, and would ask for an epoch more
+        self.epochs = float(round(done)) if abs(done - round(done)) < _ROUNDING else done
 
     @classmethod
     def ramp(
@@ -143,7 +150,7 @@ class Resizing:
     def at(self, epochs: float) -> Stage:
         """The stage at a point of the run, in epochs; at a border the later one."""
         # a batch may end a rounding error before the border that it is to reach
-        return next(stage for stage in self.stages if epochs < stage.until - 1e-9)
+        return next(stage for stage in self.stages if epochs < stage.until - _ROUNDING)
 
     def batches(self, samples: int, epochs: int | None = None, *, drop_last: bool = False) -> list[Stage]:
         """The stage of every batch of a run over `samples` samples an epoch, in order, on one process.
@@ -151,7 +158,7 @@ class Resizing:
         What an update's number has to be turned into for rates: `len(plan.batches(n))` updates in all, the k-th one
         on `plan.batches(n)[k].batch_size` samples at `plan.batches(n)[k].rate` times the rate.
         """
-        return [stage for _, _, stage in self._cuts(samples, epochs, 1, drop_last)]
+        return [stage for _, _, _, stage in self._cuts(samples, epochs, 1, drop_last)]
 
     def scheduler(
         self,
@@ -165,16 +172,20 @@ class Resizing:
     ) -> RateScheduler:
         """The torch scheduler of a rate in steps, samples or epochs, times what each batch's size asks for.
 
+        Each step of the loader counts as an update. With accumulation there are fewer: then give a `RateScheduler` the
+        `per_step` and `factor` of yours. Where an update is refused, the rate comes an update late from there on.
+
         Args:
             optimizer: all its groups get the rate.
             rate: such as `one_cycle(0.1, 8, unit="epochs")`; that of a batch of `batch_size`.
             samples: of an epoch, over all processes.
-            epochs: how many the run has, by default those of the plan.
+            epochs: how many the run has, whole, by default those of the plan.
             world: how many processes share each step.
             drop_last: whether the loader drops a short last batch.
 
         Raises:
-            DataError: the rate is in tokens, of which the plan knows nothing.
+            DataError: the rate is in tokens, of which the plan knows nothing, the run has no update, or `epochs` is no
+                whole number.
 
         >>> from hotloop.optim import constant
         >>> plan = Resizing([(1, 16), (1, 32)], batch_size=8)
@@ -186,27 +197,32 @@ class Resizing:
         >>> rates
         [0.4, 0.4, 0.1, 0.1]
         """
-        unit = {"steps": None, "samples": 1.0, "epochs": 1.0 / samples}
-        if rate.unit not in unit:
+        if rate.unit not in ("steps", "samples", "epochs"):
             raise DataError(f"a rate in {rate.unit}: give one in steps, samples or epochs")
-        updates = [
-            (end - start, stage.rate) for start, end, stage in self._cuts(samples, epochs, world, drop_last)
-        ]
+        updates = list(self._cuts(samples, epochs, world, drop_last))
         if not updates:
             raise DataError(f"a run over {samples} samples has no update")
-        per, last = unit[rate.unit], len(updates) - 1
+        taken: list[float] = [end - start for _, start, end, _ in updates]
+        if rate.unit == "epochs":
+            # as the plan counts them: what a loader drops has passed, too
+            begins = [epoch + start / samples for epoch, start, _, _ in updates] + [updates[-1][0] + 1.0]
+            taken = [after - before for before, after in pairwise(begins)]
+        last = len(updates) - 1
         return rate.scheduler(
             optimizer,
-            per_step=None if per is None else lambda k: updates[min(k, last)][0] * per,
-            factor=lambda k: updates[min(k, last)][1],
+            per_step=None if rate.unit == "steps" else lambda k: taken[min(k, last)],
+            factor=lambda k: updates[min(k, last)][3].rate,
         )
 
     def _cuts(
         self, samples: int, epochs: int | None, world: int, drop_last: bool
-    ) -> Iterator[tuple[int, int, Stage]]:
-        """`cuts` of a whole run, by default of the plan's epochs."""
-        for epoch in range(epochs if epochs is not None else -int(-self.epochs // 1)):
-            yield from cuts(samples, epoch, 0, world, self.at, drop_last=drop_last)
+    ) -> Iterator[tuple[int, int, int, Stage]]:
+        """(epoch, and `cuts` of it) of a whole run, by default of the plan's epochs."""
+        if epochs is not None and epochs != int(epochs):
+            raise DataError(f"epochs={epochs}: a run's loop over a loader has whole epochs")
+        for epoch in range(math.ceil(self.epochs) if epochs is None else int(epochs)):
+            for cut in cuts(samples, epoch, 0, world, self.at, drop_last=drop_last):
+                yield epoch, *cut
 
     def __repr__(self) -> str:
         return f"Resizing({[(s.until, s.size, s.batch_size, s.rate) for s in self.stages]})"
@@ -265,7 +281,8 @@ def refresh_norms(
     """Take the running statistics of all batch norms in `model` anew, as the plain mean over `batches`.
 
     Another size of images shifts the statistics, and running ones still tell of the old size. The same as torch's
-    `swa_utils.update_bn`. Parameters are not changed, nor which modules train.
+    `swa_utils.update_bn`, but for modules other than these norms, such as dropout, which evaluate. Parameters are not
+    changed, nor which modules train.
 
     Args:
         batches: tensors, or tuples whose first entry is the input.
@@ -273,6 +290,9 @@ def refresh_norms(
 
     Returns:
         The number of batches used; 0 where the model has no such norm, and then `batches` is not read.
+
+    Raises:
+        DataError: there is no batch. The statistics are what they were then, as after any other error.
     """
     norms: list[Any] = [
         m
@@ -283,6 +303,7 @@ def refresh_norms(
         return 0
     modes = [(m, m.training) for m in model.modules()]
     momenta = [m.momentum for m in norms]
+    kept = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
     for m in norms:
         m.reset_running_stats()
         m.momentum = None  # torch's word for the plain mean
@@ -294,6 +315,12 @@ def refresh_norms(
         for batch in batches:
             (forward or model)(batch[0] if isinstance(batch, (tuple, list)) else batch)
             count += 1
+        if not count:
+            raise DataError("there is no batch to take the statistics of the norms from")
+    except BaseException:
+        for buffer, value in kept:
+            buffer.copy_(value)
+        raise
     finally:
         for m, momentum in zip(norms, momenta, strict=True):
             m.momentum = momentum

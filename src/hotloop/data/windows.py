@@ -81,7 +81,7 @@ class ResidentWindows:
         eager: use the kernel's twin on a CUDA device too.
 
     Raises:
-        DataError: shapes do not fit, a deviation is not above 0, or no window fits.
+        DataError: what is no tensor, shapes do not fit, a deviation is not above 0, or no window fits.
     """
 
     def __init__(
@@ -99,10 +99,17 @@ class ResidentWindows:
         device: torch.device | str | None = None,
         eager: bool = False,
     ) -> None:
+        given = [("data", data), *(("targets", t) for t in targets), ("mean", mean), ("std", std)]
+        for name, values in given:
+            if values is not None and not isinstance(values, torch.Tensor):
+                raise DataError(
+                    f"{name} must be a tensor, not a {type(values).__name__}: torch.as_tensor makes one"
+                )
         if data.dim() != 2 or not data.is_floating_point():
             raise DataError(f"data must be [N, F] of a float type, not {data.dtype} {list(data.shape)}")
-        if any(len(t) != len(data) for t in targets):
-            raise DataError(f"targets of {[len(t) for t in targets]} rows do not belong to {len(data)} rows")
+        if any(not t.dim() or len(t) != len(data) for t in targets):
+            shapes = [list(t.shape) for t in targets]
+            raise DataError(f"targets of shapes {shapes} do not belong to {len(data)} rows")
         if (mean is None) != (std is None):
             raise DataError("give both mean and std, or none")
         if mean is not None and std is not None:
@@ -162,6 +169,12 @@ def _check_statistics(mean: torch.Tensor, std: torch.Tensor, features: int) -> N
     for name, values in (("mean", mean), ("std", std)):
         if values.shape != (features,):
             raise DataError(f"{name} of shape {list(values.shape)} does not belong to {features} columns")
+    lost = (~mean.isfinite()).nonzero().flatten().tolist()
+    if lost:
+        raise DataError(
+            f"mean of column {lost[0]} is {float(mean[lost[0]])}, of which no window could be trained on: rows with "
+            "values that are not finite are to be left out or filled"
+        )
     bad = (~(std > 0)).nonzero().flatten().tolist()
     if bad:
         raise DataError(

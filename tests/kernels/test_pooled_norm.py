@@ -1,11 +1,13 @@
 """Pooling, batch norm and SiLU: the twin against torch's modules, the programs against the twin."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
 from hotloop.errors import KernelError
-from hotloop.kernels.language import runs_on
+from hotloop.kernels.language import runs_on, triton
 from hotloop.kernels.pooled_norm import global_max, pooled_norm_silu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,3 +139,30 @@ def test_what_is_no_number_is_not_pooled_away(pool, place):
     assert torch.equal(found.isnan(), wanted.isnan())
     assert found.isnan().any()
     assert torch.equal(global_max(x).isnan(), global_max(x, eager=True).isnan())
+
+
+@pytest.mark.skipif(triton is None or "TRITON_INTERPRET" in os.environ, reason="Triton compiles nothing here")
+@pytest.mark.parametrize("pool", [True, False])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "fp32"])
+def test_sums_fit_the_shared_memory_of_gpus_that_have_least(kind, pool):
+    """99 KiB for a program of capability 8.6, 8.9 and 12.0; compiled for the first, whatever runs here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hotloop.kernels.programs.pooled_norm import pool_and_sum, slope_and_sum
+
+    size = {"POOL": pool, "EDGE": not pool, "FAST": kind != "fp32", "BP": 64, "BC": 64}
+    for program in (pool_and_sum, slope_and_sum):
+        names = program.arg_names
+        constants = {(i,): size[name] for i, name in enumerate(names) if name in size}
+        types = dict.fromkeys(("x", "pooled", "gradient"), f"*{kind}") | {
+            "which": "*i8" if pool else f"*{kind}"
+        }
+        types |= dict.fromkeys(("partial", "mean_guess", "statistics", "bias"), "*fp32")
+        signature = {n: "constexpr" if n in size else types.get(n, "i32") for n in names}
+        # as launched: allocations begin at multiples of 16 bytes, and channels come in multiples of 64
+        aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n == "C"]
+        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+        source = ASTSource(program, signature, constants, attributes)
+        found = triton.compile(source, target=GPUTarget("cuda", 86, 32), options={"num_warps": 8})
+        assert found.metadata.shared <= 99 << 10

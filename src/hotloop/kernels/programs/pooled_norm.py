@@ -84,7 +84,9 @@ def pool_and_sum(
     # whole tiles are added up and reduced once: a reduction each turn would cost more than the loads
     total = tl.zeros((BP, BC), tl.float32)
     square = tl.zeros((BP, BC), tl.float32)
-    for turn in tl.range(0, TURNS, num_stages=3 if POOL else 4):
+    # windows of float32 three stages ahead are more than the shared memory of most GPUs
+    stages: tl.constexpr = (2 if x.dtype.element_ty.primitive_bitwidth > 16 else 3) if POOL else 4
+    for turn in tl.range(0, TURNS, num_stages=stages):
         p = (program * TURNS + turn) * BP + tl.arange(0, BP)
         inside = (p < pixels)[:, None]
         mask = inside & (c < C)

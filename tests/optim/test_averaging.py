@@ -1,6 +1,7 @@
 """Averaged weights against torch's AveragedModel and closed forms, and the model put back to the bit."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -250,3 +251,62 @@ def test_settings_out_of_range():
         AveragedWeights(model, every=0)
     with pytest.raises(hotloop.HotloopError, match="ReLU has no parameters"):
         EMA(nn.ReLU())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))])
+def test_a_copy_counts_and_averages_by_itself(copied, tmp_path):
+    model = make_model()
+    ema = EMA(model, 0.9, every=2)
+    move(model, 0)
+    ema.update()
+    other = copied(ema)
+    for step in range(1, 6):
+        move(model, step)
+        ema.update()
+    assert other.averaged == 1
+    for step in range(1, 6):
+        move(other._model, step)
+        other.update()
+    assert other.averaged == ema.averaged == 3
+    assert_same(other.averages, ema.averages)
+    assert torch.equal(other.state_dict()["counts"], torch.tensor([3.0, 6.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", [EMA, AveragedWeights])
+def test_weights_that_are_whole_numbers_are_the_newest(kind):
+    model = nn.Linear(2, 2)
+    model.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+    model.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+    averages = kind(model, every=2)
+    for step in range(4):
+        with torch.no_grad():
+            model.codes.add_(1)
+            model.mask.logical_not_()
+        averages.update()
+        # every second call: 0 and 2
+        assert averages.averages["codes"].tolist() == [n + step // 2 * 2 + 1 for n in range(3)]
+    assert averages.averages["mask"].tolist() == [False, True]
+
+
+def test_complex_weights_are_averaged():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor([1.0 + 2.0j]))
+    ema = EMA(model, 0.75)
+    ema.update()
+    model.w.data.mul_(5j)
+    ema.update()
+    assert ema.averages["w"].item() == pytest.approx(0.75 * (1 + 2j) + 0.25 * 5j * (1 + 2j))
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_another_shape_is_told_and_not_spread(size):
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.zeros(3))
+    ema = EMA(model)
+    ema.update()
+    model.cache = torch.ones(size)
+    for use in (ema.update, ema.copy_to):
+        with pytest.raises(hotloop.HotloopError, match=rf"'cache' has shape \[{size}\]"):
+            use()
+    with pytest.raises(hotloop.HotloopError, match="'weight' has shape"):
+        EMA(nn.Linear(1, 1)).copy_to(nn.Linear(2, 1))

@@ -50,6 +50,14 @@ class _Average(ABC):
         self._averaged, self._calls, self._every = self._numbers
         self._every.fill_(float(every))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle keeps no two tensors in one memory
+        return {k: v for k, v in self.__dict__.items() if k not in ("_averaged", "_calls", "_every")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._averaged, self._calls, self._every = self._numbers
+
     @abstractmethod
     def _share(self, averaged: Tensor) -> Tensor:
         """The share of the newest weights when `averaged` have been averaged before, 0-d; 1 copies them."""
@@ -60,6 +68,9 @@ class _Average(ABC):
 
         Nothing is waited for and no number is frozen, so it may stand in a captured step. With `optimizer` given, an
         update that was refused, and a step inside an accumulation window, are no updates.
+
+        Raises:
+            OptimizerError: a parameter or buffer has another shape than when its average was made.
         """
         refuse = self._refused()
         if refuse is True:
@@ -74,24 +85,28 @@ class _Average(ABC):
         masters = None if self._optimizer is None else masters_of(self._optimizer)
         if masters is not None:
             newest = [p if (master := masters.get(p)) is None else master for p in newest]
-        _blend(list(self.averages.values()), newest, share)
-        self._update_buffers(share, turn)
-        self._averaged.add_(turn)
-        self._calls.add_(made)
-
-    def _update_buffers(self, share: Tensor, turn: Tensor) -> None:
-        pairs = [
-            (mine, live)
-            for mine, (holder, key) in zip(self.buffers.values(), self._buffer_places, strict=True)
+        parameters = [
+            (name, mine, live) for (name, mine), live in zip(self.averages.items(), newest, strict=True)
+        ]
+        buffers = [
+            (name, mine, live)
+            for (name, mine), (holder, key) in zip(self.buffers.items(), self._buffer_places, strict=True)
             if (live := holder.get(key)) is not None
         ]
-        averaged = [pair for pair in pairs if self._average_buffers and pair[0].is_floating_point()]
-        if averaged:
-            _blend([a for a, _ in averaged], [b for _, b in averaged], share)
+        averaged: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for taken, average in ((parameters, True), (buffers, self._average_buffers)):
+            for name, mine, live in taken:
+                _check_shape(name, mine, live)
+                # integers, such as quantized weights, have no average
+                blends = average and (mine.is_floating_point() or mine.is_complex())
+                (averaged if blends else copied).append((mine, live))
+        _blend([mine for mine, _ in averaged], [live for _, live in averaged], share)
         flag = turn.bool()
-        for mine, theirs in pairs:
-            if not (self._average_buffers and mine.is_floating_point()):
-                torch.where(flag, theirs, mine, out=mine)
+        for mine, live in copied:
+            torch.where(flag, live, mine, out=mine)
+        self._averaged.add_(turn)
+        self._calls.add_(made)
 
     def _refused(self) -> Tensor | bool:
         """Whether there is nothing to average now: True, or a flag on the device."""
@@ -116,7 +131,11 @@ class _Average(ABC):
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module | None = None) -> None:
-        """Write the averages, and the buffers that belong to them, into `model` (default: the one averaged)."""
+        """Write the averages, and the buffers that belong to them, into `model` (default: the one averaged).
+
+        Raises:
+            OptimizerError: the model lacks one of them, or has it in another shape.
+        """
         target = self._model if model is None else model
         live = {**dict(target.named_parameters()), **dict(target.named_buffers())}
         mine = {**self.averages, **self.buffers}
@@ -125,6 +144,8 @@ class _Average(ABC):
             raise OptimizerError(
                 f"{type(target).__name__} has no {missing[0]!r}: the averages are of a {type(self._model).__name__}"
             )
+        for name, value in mine.items():
+            _check_shape(name, value, live[name])
         for name, value in mine.items():
             live[name].copy_(value)
 
@@ -267,6 +288,14 @@ class AveragedWeights(_Average):
 def _place(model: nn.Module, name: str, table: str) -> tuple[dict[str, Any], str]:
     path, _, key = name.rpartition(".")
     return getattr(model.get_submodule(path), table), key
+
+
+def _check_shape(name: str, mine: Tensor, live: Tensor) -> None:
+    if mine.shape != live.shape:
+        raise OptimizerError(
+            f"{name!r} has shape {list(live.shape)}, and its average {list(mine.shape)}: make the averages once a "
+            "tensor that grows has its size"
+        )
 
 
 def _wide_copy(parameter: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ _MOST_BLOCKS = 1024
 def muon_step_takes(weight: Tensor, gradient: Tensor, mean: Tensor, dtype: torch.dtype) -> bool:
     """Whether `muon_step` knows such a matrix: wide, of whole tiles of 64 x 32, up to 512 rows, all of it float16.
 
-    Directions are kept unscaled in float16 there, which only float16 gradients are sure to fit.
+    Directions are kept unscaled in float16 there, which only float16 gradients are sure to fit. Below 6e-5 they have
+    fewer digits; but then so have the means, and from the second update on those decide.
     """
     rows = len(weight)
     columns = weight.numel() // max(rows, 1)

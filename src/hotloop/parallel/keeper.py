@@ -76,10 +76,11 @@ class Keeper:
         handled = (*_STOPPING, *_PASSED_ON, signal.SIGCHLD, signal.SIGCONT)
         # blocked until the handlers know the rank's process id, so that none is lost in between
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        # before there is a rank: once that lives, the launcher can pass signals on to it
+        _write(os.path.join(self.own_folder, "keeper.pid"), str(os.getpid()))
         self.pid = os.fork()
         if self.pid == 0:
             self._become_rank(handled)
-        _write(os.path.join(self.own_folder, "keeper.pid"), str(os.getpid()))
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in _STOPPING:
             signal.signal(number, self._on_stop)

@@ -208,7 +208,11 @@ def run_cases(suite: str, cases: list[tuple[str, str]], processes: int, timeout_
     left = list(cases)
     while left:
         begun = time.monotonic()
-        done, error = _run_job(suite, left, processes, timeout_s)
+        for _ in range(3):
+            done, error = _run_job(suite, left, processes, timeout_s)
+            # another program may take the free port between finding it and listening on it
+            if done or error is None or "EADDRINUSE" not in error:
+                break
         seconds = (time.monotonic() - begun) / max(done + (error is not None), 1)
         results += [Result(suite, case, "passed", seconds=seconds) for case, _ in left[:done]]
         if error is None:

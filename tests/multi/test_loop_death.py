@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.multi
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 import hotloop
 loop = hotloop.Loop(device="cpu", seed=0)
@@ -29,6 +29,8 @@ for _ in loop.epochs(1):
         optimizer.zero_grad()
         loop.save_state("checkpoint", every="10 updates")
         if loop.updates == 57 and loop.processes.rank == 1 and not resumed:
+            while not os.path.exists("checkpoint/step-0000000050"):  # its save goes on beside the training
+                time.sleep(0.01)
             if sys.argv[1] == "raise":
                 raise KeyError("the data is broken")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +48,7 @@ def launch(home: Path, how: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -63,12 +63,13 @@ def test_settings_environment_and_setup_reach_the_trial(nursery: Nursery, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("crashes", "crash"), ("out_of_memory", "memory"), ("hangs", "hang")]
+    ("name", "kind", "limit_s"),
+    [("crashes", "crash", 60), ("out_of_memory", "memory", 60), ("hangs", "hang", 4)],
 )
-def test_failures_are_told_apart(nursery: Nursery, name: str, kind: str) -> None:
+def test_failures_are_told_apart(nursery: Nursery, name: str, kind: str, limit_s: float) -> None:
     contender = Contender(nursery, [Rung(name, setup=f"{PLANTS}:{name}")], warm_up=10, seed=0)
     with pytest.raises(TrialError) as caught:
-        contender.start(4)
+        contender.start(limit_s)
     assert caught.value.kind == kind
     contender.stop()
     if name == "crashes":
@@ -81,7 +82,7 @@ def test_a_trial_that_is_killed_is_told_as_the_system_does_it(nursery: Nursery, 
     setup.write_text("import os, signal\ndef die():\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     contender = Contender(nursery, [Rung("die", setup=f"{setup}:die")], warm_up=10, seed=0)
     with pytest.raises(TrialError, match="killed by the system") as caught:
-        contender.start(20)
+        contender.start(60)
     assert caught.value.kind == "memory"
 
 

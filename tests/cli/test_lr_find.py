@@ -188,8 +188,8 @@ def test_nothing_is_saved_nor_gone_on_from(script, capsys, tmp_path):
     )
     name = script(body.replace("epochs(1000)", "epochs(2)"))
     saves = torch.save
-    # the record looks at code and packages in a thread of its own: only an ended run is at rest
-    ended = "loop.end_training()\n"
+    # the record looks at code and packages in a thread of its own, for which the end of a run waits a while only
+    ended = "loop.end_training()\nloop._session.record.wait()\n"
     exec(compile((tmp_path / name).read_text() + ended, name, "exec"), {"__name__": "__main__"})
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
     assert any(p.name == "weights.pt" for p in before)

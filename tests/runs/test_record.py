@@ -24,6 +24,8 @@ from hotloop.state.ring import Row
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "runs"
     monkeypatch.setenv("HOTLOOP_RUNS", str(path))
+    # on a busy machine too, a run that has ended here has seen its code and packages
+    monkeypatch.setattr(record_module, "_END_PATIENCE_S", 60.0)
     return path
 
 

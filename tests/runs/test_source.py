@@ -14,6 +14,12 @@ from hotloop.runs.source import capture_source
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of git here has an answer, however busy the machine."""
+    monkeypatch.setattr(source, "_TIMEOUT_S", 60.0)
+
+
 def git(where: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
     done = subprocess.run(

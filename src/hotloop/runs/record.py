@@ -33,6 +33,8 @@ METRICS_FILE = "metrics.jsonl"
 END_STATUSES = ("finished", "failed", "interrupted", "stopped")
 
 _FORMAT = "hotloop run 1"
+# how long the end of a run waits for git and the list of packages
+_END_PATIENCE_S = 5.0
 
 
 def runs_folder(base: str | os.PathLike[str] | None = None) -> Path:
@@ -197,7 +199,7 @@ class Record:
             raise HotloopError(f"a run cannot end as {status!r}; valid are: {', '.join(END_STATUSES)}")
         if not self._writes():
             return
-        self.wait(timeout_s=5.0)
+        self.wait(timeout_s=_END_PATIENCE_S)
         with self._lock:
             if self._fields["status"] != "running":
                 return

@@ -44,9 +44,9 @@ class _Board:
         self.slots[rank] = value
         self.turn.release()
         try:
-            self.barrier.wait(timeout=30)
+            self.barrier.wait(timeout=120)
             found = list(self.slots)
-            self.barrier.wait(timeout=30)
+            self.barrier.wait(timeout=120)
         finally:
             self.turn.acquire()
         return found
@@ -99,7 +99,7 @@ def simulate(monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=240)
         assert not any(thread.is_alive() for thread in threads)
         return results
 

@@ -98,7 +98,7 @@ def test_a_full_disk_costs_rows_and_checkpoints_but_not_the_run(tmp_path: Path) 
         env={**variables, "HOTLOOP_PROGRESS": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -38,8 +38,8 @@ def test_closing_waits_for_all_that_are_inside():
     def pass_through(number):
         with gate.passed() as free:
             assert free
-            inside.wait(10)
-            leave[number].wait(10)
+            inside.wait(60)
+            leave[number].wait(60)
             log.append(number)
 
     def close():
@@ -49,13 +49,13 @@ def test_closing_waits_for_all_that_are_inside():
     threads = [threading.Thread(target=pass_through, args=(n,)) for n in (0, 1)]
     for thread in threads:
         thread.start()
-    inside.wait(10)
+    inside.wait(60)
     closer = threading.Thread(target=close)
     closer.start()
     for number in (1, 0):
         leave[number].set()
-        threads[number].join(10)
-    closer.join(10)
+        threads[number].join(60)
+    closer.join(60)
     assert log == [1, 0, "closed"]
 
 

@@ -177,7 +177,7 @@ def test_scripts_that_never_say_they_are_done(tmp_path):
         env={**variables, "HOTLOOP_PROGRESS": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

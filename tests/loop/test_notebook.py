@@ -51,7 +51,8 @@ from nbclient.exceptions import CellExecutionError
 
 cells = {name: nbformat.v4.new_code_cell(code) for name, code in json.load(open("cells.json")).items()}
 order = list(cells)
-client = NotebookClient(nbformat.v4.new_notebook(cells=list(cells.values())), timeout=100, kernel_name="python3")
+notebook = nbformat.v4.new_notebook(cells=list(cells.values()))
+client = NotebookClient(notebook, timeout=200, startup_timeout=200, kernel_name="python3")
 shown = []
 with client.setup_kernel():
     for name in json.load(open("sequence.json")):
@@ -96,7 +97,7 @@ def session(tmp_path_factory):
         env={**variables, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

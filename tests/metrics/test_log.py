@@ -267,7 +267,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 

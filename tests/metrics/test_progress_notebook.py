@@ -23,7 +23,7 @@ for updates in range(1, 4):
 progress.close()
 '''
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+NotebookClient(notebook, timeout=200, startup_timeout=200, kernel_name="python3").execute()
 outputs = notebook.cells[0].outputs
 assert len(outputs) == 1, outputs
 data = outputs[0]["data"]
@@ -36,6 +36,6 @@ print("one output, at its end")
 @pytest.mark.slow
 def test_a_real_kernel_shows_one_output_that_reaches_the_end() -> None:
     pytest.importorskip("nbclient")
-    done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "one output, at its end\n"

@@ -61,7 +61,7 @@ RunRanks = Callable[..., list[Any]]
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
-    """`run_ranks(n, script, *, timeout=120, env=None, name="main") -> list`: what each of n ranks returned.
+    """`run_ranks(n, script, *, timeout=240, env=None, name="main") -> list`: what each of n ranks returned.
 
     `script` is source text that defines the function `name`, or a module-level function of the test file
     whose body imports all that it needs (its source is sent, so it sees nothing else of the file). The
@@ -80,7 +80,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         n: int,
         script: str | Callable[..., Any],
         *,
-        timeout: float = 120,
+        timeout: float = 240,
         env: Mapping[str, Any] | None = None,
         name: str = "main",
     ) -> list[Any]:

@@ -158,7 +158,7 @@ def unreadable(rank, world, folder):
 def test_what_one_rank_cannot_read_all_raise(run_ranks, tmp_path):
     script = "from __future__ import annotations\n" + inspect.getsource(unreadable)
     script += f"\ndef main(rank, world):\n    return unreadable(rank, world, {str(tmp_path / 'c')!r})\n"
-    (first, _), (second, _) = run_ranks(2, script, timeout=120)
+    (first, _), (second, _) = run_ranks(2, script)
     assert "rank 1 cannot read the checkpoint" in first[0]
     assert "is truncated" in first[0]
     assert "is truncated" in second[0]

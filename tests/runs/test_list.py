@@ -26,7 +26,7 @@ def test_runs_are_listed_oldest_first_with_how_they_ended(
     monkeypatch.setenv("HOTLOOP_RUNS", str(tmp_path / "runs"))
     assert list_runs() == []
     died = subprocess.run(
-        [sys.executable, "-c", START_AND_DIE], capture_output=True, timeout=120, env=os.environ
+        [sys.executable, "-c", START_AND_DIE], capture_output=True, timeout=240, env=os.environ
     )
     assert died.returncode == -signal.SIGKILL
     failed = Record.start()

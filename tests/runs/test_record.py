@@ -250,3 +250,26 @@ def test_git_may_be_slow_without_holding_up_the_start(monkeypatch: pytest.Monkey
     record.finish()
     assert on_disk(record)["code"] == {"commit": "abc", "dirty": True}
     assert load_run(record.folder or "").summary.dirty is True
+
+
+def test_a_run_that_goes_on_is_not_written_over_by_a_late_look_at_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> dict[str, Any]:
+        assert release.wait(60)
+        return {"commit": "abc"}
+
+    monkeypatch.setattr(record_module, "capture_source", slow)
+    monkeypatch.setattr(record_module, "_END_PATIENCE_S", 0.0)
+    first = Record.start()
+    first.finish()
+    assert "code" not in on_disk(first)
+    threading.Timer(0.5, release.set).start()
+    second = Record.resume(first.folder or "")
+    second.wait()
+    first.wait()
+    found = on_disk(second)
+    assert (found["status"], len(found["resumed"])) == ("running", 1)
+    assert found["code"] == found["resumed"][0]["code"] == {"commit": "abc"}

@@ -35,6 +35,8 @@ END_STATUSES = ("finished", "failed", "interrupted", "stopped")
 _FORMAT = "hotloop run 1"
 # how long the end of a run waits for git and the list of packages
 _END_PATIENCE_S = 5.0
+# by folder, those that still look at code and packages
+_OBSERVERS: dict[Path, threading.Thread] = {}
 
 
 def runs_folder(base: str | os.PathLike[str] | None = None) -> Path:
@@ -128,12 +130,16 @@ class Record:
         """Continue the record in `folder`: the same run, a further stretch. For the one process that writes.
 
         The time, the command and the code of the new stretch are added under "resumed"; metrics written to
-        `metrics_path` follow the old ones.
+        `metrics_path` follow the old ones. Waits for what this process still finds out for the old stretch.
 
         Raises:
             HotloopError: there is no readable record in `folder`.
         """
         folder = Path(folder).absolute()
+        before = _OBSERVERS.get(folder.resolve())
+        if before is not None:
+            # it would write over what follows here
+            before.join()
         try:
             fields = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -245,18 +251,23 @@ class Record:
         if (script or Path.cwd()).resolve().is_relative_to(ignore):
             ignore = self.folder.resolve()
 
+        home = self.folder.resolve()
+
         def observe() -> None:
             try:
                 folder.mkdir(exist_ok=True)
                 found = {"packages": find_packages(), "code": capture_source(folder, script, ignore=ignore)}
+                with self._lock:
+                    fields.update(to_plain(found))
+                    self._save()
             except OSError as error:
                 self._fail(error)
-                return
-            with self._lock:
-                fields.update(to_plain(found))
-                self._save()
+            finally:
+                _OBSERVERS.pop(home, None)
 
-        self._observer = threading.Thread(target=observe, name="hotloop-record", daemon=True)
+        self._observer = _OBSERVERS[home] = threading.Thread(
+            target=observe, name="hotloop-record", daemon=True
+        )
         self._observer.start()
 
     def _writes(self) -> bool:

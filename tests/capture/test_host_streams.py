@@ -40,6 +40,10 @@ def of_an_own_stream(x):
     return x * PYTHON.random()
 
 
+def of_a_default(x, *, stream=PYTHON):
+    return x * stream.random()
+
+
 DRAWS = {
     "random.random": of_python,
     "uniform": imported,
@@ -47,6 +51,7 @@ DRAWS = {
     "OWN.random": of_a_generator,
     "LEGACY.rand": of_a_legacy_generator,
     "PYTHON.random": of_an_own_stream,
+    "stream.random": of_a_default,
 }
 
 

@@ -91,9 +91,10 @@ class HostStreams:
 
 
 def _names_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Globals and variables around `function` that it names, with their values."""
+    """Globals and variables around `function` that it names, and defaults of its arguments, with their values."""
     try:
         names = inspect.getclosurevars(function)
+        arguments = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return {}
-    return {**names.globals, **names.nonlocals}
+    return {**names.globals, **names.nonlocals, **{a.name: a.default for a in arguments}}

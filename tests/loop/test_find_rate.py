@@ -172,3 +172,46 @@ def test_mistakes_are_told(make_loop):
     found = find_rate(loop, model, optimizer, [], F.cross_entropy)
     assert found.verdict == "short"
     assert "no batch" in found.words
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_accumulated_update_is_one_step_of_the_test(make_loop, kind):
+    """10 batches in windows of 4, 4 and 2: each window has one rate, and the mean of its losses."""
+    torch.manual_seed(0)
+    x = torch.randn(80, 6)
+    loop = make_loop(kind, accumulation=4)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True if kind == "resident" else None)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    model, optimizer, loader = loop.prepare(model, optimizer, DataLoader(data, batch_size=8))
+    seen = []
+
+    def step(a, b):
+        loss = F.mse_loss(model(a), b)
+        loop.backward(loss)
+        loop.update(optimizer)
+        seen.append((float(optimizer.param_groups[0]["lr"]), loss.item()))
+        return loss
+
+    result = find_rate(loop, None, optimizer, loader, step=step, low=1e-6, high=1e-3, steps=12)
+    assert len(result.rates) == 12
+    assert len(seen) == 40
+    sizes = [4, 4, 2] * 4
+    for rate, loss in zip(result.rates, result.losses, strict=True):
+        window = [seen.pop(0) for _ in range(sizes.pop(0))]
+        assert [lr for lr, _ in window] == [pytest.approx(rate)] * len(window)
+        assert loss == pytest.approx(sum(value for _, value in window) / len(window))
+
+
+def test_a_rate_in_a_tensor_stays_that_tensor(make_loop):
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    loop = make_loop()
+    model = nn.Linear(6, 1)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    model, optimizer, loader = loop.prepare(model, optimizer, DataLoader(data, batch_size=8))
+    find_rate(loop, model, optimizer, loader, F.mse_loss, low=1e-6, high=1e-3, steps=12)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert torch.equal(rate, torch.tensor(0.1))

@@ -537,7 +537,7 @@ class Loop:
         if not self.resume(path):
             raise CheckpointError(f"{path}: there is no checkpoint here")
 
-    def _trial(self) -> AbstractContextManager[None]:
+    def _trial(self) -> AbstractContextManager[Callable[[], bool]]:
         """Everything prepared is afterwards as it was before, and nothing inside is logged: see `optim.find_rate`."""
         from hotloop.loop.trial import undone
 

@@ -207,11 +207,20 @@ def _load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     if saved_class != type(optimizer).__name__:
         raise ValueError(f"the checkpoint holds the state of a {saved_class}")
     fused = [group.get("fused") for group in optimizer.param_groups]
+    held = [
+        {k: v for k, v in group.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"}
+        for group in optimizer.param_groups
+    ]
     optimizer.load_state_dict(saved["state"])
     for group, mine in zip(optimizer.param_groups, fused, strict=True):
         # which kernel computes is a matter of this machine, not of the saved one
         if "fused" in group:
             group["fused"] = mine
+    for group, tensors in zip(optimizer.param_groups, held, strict=True):
+        # a rate that is a number and one that is a tensor are computed with otherwise
+        for name, tensor in tensors.items():
+            if isinstance(group.get(name), int | float):
+                group[name] = tensor.fill_(group[name])
     updates = updates_of(optimizer)
     if updates is not None:
         updates.restart(saved["counts"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,12 @@ __all__ = ["undone"]
 
 
 @contextmanager
-def undone(loop: Loop) -> Iterator[None]:
+def undone(loop: Loop) -> Iterator[Callable[[], bool]]:
     """What is prepared and registered is, after the block, as it was before: weights, buffers, optimizers, schedules,
     loaders, random streams, counters, means. It is kept in memory meanwhile; nothing inside is logged.
+
+    Yields:
+        What says whether more batches are to come before the next update.
 
     Raises:
         DataError: a prepared loader is being iterated over, so that its position cannot be put back.
@@ -49,7 +52,7 @@ def undone(loop: Loop) -> Iterator[None]:
     modes = [(m, m.training) for module in registry.modules for m in module.modules()]
     write, loop._write_row = loop._write_row, lambda step, values: None
     try:
-        yield
+        yield lambda: loop._window.inside
     finally:
         loop._write_row = write
         apply_snapshot(kept, registry, folder="the state before a trial", **parts)

@@ -28,7 +28,7 @@ class _Trains(Protocol):
 
     def read(self, value: Any) -> Any: ...
 
-    def _trial(self) -> AbstractContextManager[None]: ...
+    def _trial(self) -> AbstractContextManager[Callable[[], bool]]: ...
 
 
 def find_rate(
@@ -45,12 +45,13 @@ def find_rate(
     smoothing: float = 0.9,
     stop: float = 4.0,
 ) -> RangeTest:
-    """Range test (Smith 2017): train `steps` steps while the learning rate grows from `low` to `high`.
+    """Range test (Smith 2017): make `steps` updates while the learning rate grows from `low` to `high`.
 
     Model, optimizer and loader are prepared; pass the loss function `loss(model(x), y)` for batches (x, y), or instead
     of model and loss your own `step(*batch)`, which makes one update and returns its loss (captured or not, with
-    a scheduler or not). Afterwards everything prepared is as it was, bit for bit: weights, buffers, optimizer,
-    schedules, random streams, the loader's position.
+    a scheduler or not). With accumulation an update takes several batches, and its loss is their mean. Afterwards
+    everything prepared is as it was, bit for bit: weights, buffers, optimizer, schedules, random streams, the loader's
+    position.
 
     Args:
         loop: the Loop.
@@ -72,7 +73,8 @@ def find_rate(
     sweep = Sweep(low, high, steps, smoothing, stop)
     proportions = proportions_of(optimizer)
     ended = ""
-    with loop._trial():
+    losses: list[float] = []
+    with loop._trial() as inside:
         if model is not None:
             model.train()
         batches = _over_and_over(loader)
@@ -91,8 +93,12 @@ def find_rate(
                     if math.isfinite(now):
                         loop.backward(value)
                         loop.update(optimizer)
-                if sweep.note(now):
+                losses.append(now)
+                if inside() and math.isfinite(now):
+                    continue
+                if sweep.note(sum(losses) / len(losses)):
                     break
+                losses.clear()
             else:
                 ended = "the loader gave no batch"
         except NonFiniteError:

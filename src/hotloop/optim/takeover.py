@@ -14,6 +14,7 @@ import torch
 
 from hotloop.optim.range_test import RangeTest, Sweep
 from hotloop.optim.rate_finder import proportions_of, put_rate
+from hotloop.state import LossScale
 
 __all__ = ["Takeover", "TestOver"]
 
@@ -27,8 +28,8 @@ class Takeover:
 
     The loss of a step is the sum of what is backpropagated for it, so that losses divided by the micro-batches of an
     accumulation window add up; where several optimizers step in turn, of what is backpropagated since another one
-    stepped. A loss that a GradScaler has scaled counts as it was before. Scheduling goes on, and is overruled at each
-    step.
+    stepped. Where a Loop divides the gradients instead, the sum is divided as they are. A loss that a GradScaler or
+    a Loop in fp16 has scaled counts as it was before. Scheduling goes on, and is overruled at each step.
 
     Args:
         sweep: the rates to try.
@@ -50,7 +51,7 @@ class Takeover:
         self._unscaled: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
         self._hooks: list[Any] = []
         self._backward: Any = None
-        self._scale: Any = None
+        self._scales: list[tuple[Any, str, Any]] = []
 
     @property
     def optimizers(self) -> int:
@@ -64,24 +65,31 @@ class Takeover:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._backward, self._scale = torch.autograd.backward, torch.amp.GradScaler.scale
+        self._backward = torch.autograd.backward
         torch.autograd.backward = self._note_backward
-        takeover = self
+        self._watch_scaling(torch.amp.GradScaler, "scale")
+        self._watch_scaling(LossScale, "apply")
+        return self
+
+    def _watch_scaling(self, kind: Any, name: str) -> None:
+        before = getattr(kind, name)
 
         def scale(scaler: Any, outputs: Any) -> Any:
-            result = takeover._scale(scaler, outputs)
+            result = before(scaler, outputs)
             if isinstance(result, torch.Tensor) and isinstance(outputs, torch.Tensor):
-                takeover._unscaled = (weakref.ref(result), outputs.detach())
+                self._unscaled = (weakref.ref(result), outputs.detach())
             return result
 
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-        return self
+        self._scales.append((kind, name, before))
+        setattr(kind, name, scale)
 
     def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
         torch.autograd.backward = self._backward
-        torch.amp.GradScaler.scale = self._scale  # type: ignore[method-assign]
+        for kind, name, before in self._scales:
+            setattr(kind, name, before)
+        self._scales.clear()
 
     def _note_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self.sweep.over:
@@ -118,7 +126,7 @@ class Takeover:
             self._taken = True
             return
         self.steps += 1
-        loss, noted = self._loss, self._noted
+        loss, noted = self._loss * _factor_of(optimizer), self._noted
         self._loss, self._noted, self._taken = 0.0, False, False
         # a program that never calls backward on a number would run to its end for nothing
         blind = not self.sweep.losses and self.steps >= self.sweep.steps
@@ -134,3 +142,9 @@ class Takeover:
         if not self.sweep.over and not ended:
             ended = f"the program made {self.steps} of {self.sweep.steps} steps"
         return self.sweep.result(ended=ended)
+
+
+def _factor_of(optimizer: Any) -> float:
+    """What the Loop that prepared the optimizer has multiplied this update's gradients by."""
+    window = getattr(getattr(optimizer, "_hotloop_updates", None), "window", None)
+    return 1.0 if window is None or window.plain else float(window.factor())

@@ -47,7 +47,11 @@ def main() -> None:
     letters = sorted(set(text := args.text.read_text()))
     tokens = torch.tensor([letters.index(letter) for letter in text])
     parts = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
-    train, test = (TensorDataset(t.unfold(0, args.context + 1, args.context // 2)) for t in parts)
+    if len(parts[1]) <= args.context:
+        parser.error(
+            f"{args.text}: a tenth of its {len(tokens)} characters is less than a context and one more"
+        )
+    train, test = (TensorDataset(t.unfold(0, args.context + 1, (args.context + 1) // 2)) for t in parts)
 
     loop = hotloop.Loop(seed=0, config=vars(args))
     model = GPT(len(letters), args.width, args.layers, args.context)

@@ -96,6 +96,8 @@ def make_run(path: str, recipe: Recipe, capture: str = "graph") -> Callable[[int
     """Everything that a run needs, made once."""
     loop, n = hotloop.Loop(capture=capture, nonfinite="ignore", record=False), recipe.updates
     text, held, characters = read_text(path, loop.device)
+    if len(text) < (least := max(T * (B + 1) for _, T, B in recipe.stages)) or not held.numel():
+        raise ValueError(f"{path} is too short: training takes {least} characters, the tenth held out 257")
     # bfloat16 throughout; the optimizer keeps float32 masters
     model = loop.prepare(GPT(characters).to(torch.bfloat16))
     groups = [list(model.blocks.parameters()), [model.embed.weight], [model.head.weight]]

@@ -65,3 +65,15 @@ def test_it_stops_at_the_target(small):
     assert looks[-1][1] <= 2.4
     assert looks[-1][0] < 24
     assert all(loss > 2.4 for _, loss in looks[:-1])
+
+
+@pytest.mark.parametrize("characters", [1000, 6399])
+def test_a_text_shorter_than_a_batch_is_told(small, tmp_path, characters):
+    """And not waited for: no window is held out, or the one batch is a character short."""
+    path = tmp_path / "short.txt"
+    path.write_text((TEXT + TEXT)[:characters])
+    recipe = example.Recipe(updates=4, stages=((1.0, 64, 89 if characters > 1000 else 2),))
+    with pytest.raises(ValueError, match=r"short\.txt is too short"):
+        example.make_run(str(path), recipe, "off")
+    path.write_text((TEXT + TEXT)[:6400])
+    assert len(example.make_run(str(path), recipe, "off")(0)[1]) > 0

@@ -1,10 +1,13 @@
 """A recorder on the CPU that behaves as CUDA graphs do towards the host: the step's Python is not seen by replays."""
 
+import copy
 import ctypes
 import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hotloop
 from hotloop.capture.ports import PortError
@@ -85,6 +88,11 @@ class RerunRecorder:
         recording = Rerun(self, work, before, result, self.state.tape)
         self.pool.append(recording)
         return recording, result
+
+    def apart(self):
+        other = copy.copy(self)
+        other.pool = []
+        return other
 
     def pool_bytes(self):
         return self.bytes_each * len(self.pool)
@@ -212,4 +220,79 @@ def ported_loop(graph_loop, monkeypatch):
 
     monkeypatch.setattr(capturing.LoopHost, "recorder", recorder)
     monkeypatch.setattr("hotloop.capture.entry.can_be_port", lambda outside, inside: outside.numel() > 0)
+    return graph_loop
+
+
+class Operations(TorchDispatchMode):
+    """Notes each operation with its arguments, and what the tensors that it writes held before."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted, self.before = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        # batch norm writes its statistics without saying so
+        if func._schema.is_mutable or "batch_norm" in func.name():
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in self.before:
+                    self.before[id(leaf)] = leaf, leaf.detach().clone()
+        result = func(*args, **kwargs)
+        args = tuple(list(a) if isinstance(a, list) else a for a in args)
+        self.noted.append((func, args, kwargs, result))
+        return result
+
+
+class Film:
+    """A recording that does the operations of one run again: what Python decided then, it repeats, as a graph does."""
+
+    def __init__(self, noted):
+        self.noted = noted
+
+    def replay(self):
+        with torch.no_grad():
+            for func, args, kwargs, result in self.noted:
+                if func.is_view or func is torch.ops.aten.detach.default:
+                    continue
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.detach().copy_(new)
+
+
+class FilmRecorder(RerunRecorder):
+    runs_while_recording = False
+
+    def __init__(self):
+        super().__init__(None, None, None)
+
+    def record(self, work, generators=(), feeds=None):
+        operations, streams = Operations(), [torch.default_generator, *generators]
+        states = [stream.get_state() for stream in streams]
+        try:
+            with operations:
+                result = work()
+        finally:
+            # recording computes nothing
+            with torch.no_grad():
+                for tensor, value in operations.before.values():
+                    tensor.detach().copy_(value)
+            for stream, state in zip(streams, states, strict=True):
+                stream.set_state(state)
+        self.pool.append(film := Film(operations.noted))
+        return film, result
+
+
+@pytest.fixture
+def filmed_loop(graph_loop, monkeypatch):
+    """A loop on the CPU whose recordings are `Film`s."""
+
+    def recorder(self):
+        if self._recorder is None:
+            self._recorder = FilmRecorder()
+        return self._recorder
+
+    monkeypatch.setattr(capturing.LoopHost, "recorder", recorder)
     return graph_loop

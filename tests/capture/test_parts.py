@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.capture.conftest import RerunRecorder
 from torch import nn
 
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
@@ -60,6 +61,31 @@ def test_training_is_that_of_the_plain_loop(graph_loop, twice, accumulation, cap
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     # the module is the user's again
     assert model._compiled_call_impl is None
+
+
+def test_what_backwards_read_lies_where_no_other_module_writes(graph_loop, monkeypatch):
+    recorders = []
+    record = RerunRecorder.record
+    monkeypatch.setattr(
+        RerunRecorder, "record", lambda self, *rest: (recorders.append(self), record(self, *rest))[1]
+    )
+    loop = graph_loop(nonfinite="ignore")
+    first, second = loop.prepare(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    @loop.capture(mode="graph")
+    def step(x):
+        SEEN.append(1)
+        loss = second(first(x).relu()).square().mean()
+        loop.backward(loss)
+        return loss
+
+    for i in range(8):
+        step(X[4 * i : 4 * i + 4])
+    a, b, c, d = recorders
+    assert a is b
+    assert c is d
+    assert a is not c
+    assert loop._host.recorder() not in recorders
 
 
 def test_gradients_reach_inputs_that_want_them(graph_loop):

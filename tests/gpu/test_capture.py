@@ -561,6 +561,37 @@ def test_around_a_value_read_on_the_host_modules_are_launched_as_one(capsys):
         torch.testing.assert_close(a, b)
 
 
+def test_modules_launched_as_one_each_leave_each_other_s_memory_alone():
+    trails = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        loop = hotloop.Loop(seed=0, record=False)
+        parts = [
+            nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+            for _ in range(3)
+        ]
+        made = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+        *parts, optimizer = loop.prepare(*parts, made)
+
+        def step(x, loop=loop, parts=parts, optimizer=optimizer):
+            a, b, c = parts
+            first = a(x)
+            loss = b(first).square().mean() + c(first.sin()).abs().mean()
+            if loss.item() > 1e9:
+                return loss
+            loop.backward(loss)
+            loop.update(optimizer)
+            return loss
+
+        run = loop.capture(step, mode="graph") if captured else step
+        generator = torch.Generator("cuda").manual_seed(1)
+        trails.append(
+            [run(torch.randn(16, 32, device="cuda", generator=generator)).item() for _ in range(16)]
+        )
+    assert run._parts.replays == 3 * (16 - 6)
+    assert trails[1] == pytest.approx(trails[0], rel=1e-5)
+
+
 def test_recordings_read_inputs_and_send_counters_by_themselves(monkeypatch):
     from hotloop.capture.ports import ports_work
 

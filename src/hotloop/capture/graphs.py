@@ -64,6 +64,12 @@ class Recorder(Protocol):
             feeds: with ports, copies (from, to) that are recorded before `work`; None for a recording without ports.
         """
 
+    def apart(self) -> Recorder:
+        """One on the same stream whose recordings are in memory of their own.
+
+        In shared memory what a recording leaves for another to read lasts only as long as none is replayed in between.
+        """
+
     def pool_bytes(self) -> int:
         """Device memory that the recordings made so far hold, together."""
 
@@ -182,6 +188,12 @@ class CudaRecorder:
         recording = CudaRecording(graph, Ports(graph) if feeds is not None else None)
         self._made.add(recording)
         return recording, result
+
+    def apart(self) -> CudaRecorder:
+        """See `Recorder.apart`; `close` gives up its recordings, too."""
+        other = CudaRecorder(self._device, self.stream)
+        other._made = self._made
+        return other
 
     def pool_bytes(self) -> int:
         """See `Recorder.pool_bytes`; walks the allocator's segments, so it is for after a recording."""

@@ -63,7 +63,8 @@ class Parts:
         for module in modules:
             graphs = self._graphs.get(module)
             if graphs is None:
-                graphs = ModuleGraphs(module, self._recorder, self._device, self._say)
+                # between the forward of a module and its backward those of others are replayed
+                graphs = ModuleGraphs(module, self._recorder.apart(), self._device, self._say)
                 self._graphs[module] = graphs
             graphs.begin()
             module._compiled_call_impl = graphs.call

@@ -561,6 +561,16 @@ def test_around_a_value_read_on_the_host_modules_are_launched_as_one(capsys):
         torch.testing.assert_close(a, b)
 
 
+def test_recordings_are_made_after_all_earlier_ones_are_gone():
+    loop = hotloop.Loop(record=False)
+    x = torch.ones(4, device="cuda")
+    for number in range(3):
+        step = loop.capture(lambda x, number=number: x * 2 + number, mode="graph")
+        assert [step(x).tolist() for _ in range(6)] == [[2.0 + number] * 4] * 6
+        assert (step.replays, step.reason) == (3, None)
+        del step
+
+
 def test_modules_launched_as_one_each_leave_each_other_s_memory_alone():
     trails = []
     for captured in (False, True):

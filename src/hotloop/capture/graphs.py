@@ -88,11 +88,13 @@ class CudaRecording:
 
     Attributes:
         graph: torch's.
+        pool: the memory pool that it shares with others.
         replay: launches it on the current stream.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, ports: Ports | None) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any, ports: Ports | None) -> None:
         self.graph = graph
+        self.pool = pool
         self.replay = graph.replay
         self._ports = ports
 
@@ -126,6 +128,7 @@ class CudaRecorder:
             for recording in tuple(self._made):
                 with suppress(RuntimeError):
                     recording.graph.reset()
+            self._made.clear()
 
     def warm(self, work: Callable[[], Any]) -> Any:
         """See `Recorder.warm`. On the stream that will record, so that autograd's nodes belong to it."""
@@ -147,8 +150,6 @@ class CudaRecorder:
         Raises:
             RuntimeError: something in `work` cannot be recorded; the stream is usable again.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True) if feeds is not None else torch.cuda.CUDAGraph()
         for generator in generators:
             if generator.device.type == "cuda":
@@ -156,6 +157,9 @@ class CudaRecorder:
         # a collection in the middle could free device memory that the capture may not touch
         gc.collect()
         torch.cuda.synchronize(self._device)
+        # torch takes no pool again whose graphs are all gone
+        if not any(made.pool == self._pool for made in tuple(self._made)):
+            self._pool = torch.cuda.graph_pool_handle()
         was_enabled = gc.isenabled()
         gc.disable()
         # cuBLAS keeps a workspace per stream, made by the warm-up outside this graph's memory. Others may free it
@@ -185,7 +189,7 @@ class CudaRecorder:
             _drop_workspaces()
             if was_enabled:
                 gc.enable()
-        recording = CudaRecording(graph, Ports(graph) if feeds is not None else None)
+        recording = CudaRecording(graph, self._pool, Ports(graph) if feeds is not None else None)
         self._made.add(recording)
         return recording, result
 

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from tests.capture.conftest import RerunRecorder
 from torch import nn
 
+from hotloop.errors import CaptureError
+
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
 SEEN = []
 
@@ -86,6 +88,23 @@ def test_what_backwards_read_lies_where_no_other_module_writes(graph_loop, monke
     assert c is d
     assert a is not c
     assert loop._host.recorder() not in recorders
+
+
+def test_a_second_backward_through_a_recorded_forward_is_an_error(graph_loop):
+    loop = graph_loop(nonfinite="ignore")
+    model = loop.prepare(nn.Linear(4, 1))
+
+    @loop.capture(mode="graph")
+    def step(x):
+        SEEN.append(1)
+        out = model(x)
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+
+    for _ in range(3):
+        step(X[:4])
+    with pytest.raises(CaptureError, match="second backward through one forward"):
+        step(X[:4])
 
 
 def test_gradients_reach_inputs_that_want_them(graph_loop):

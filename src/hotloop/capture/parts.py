@@ -236,7 +236,7 @@ class _Replay(torch.autograd.Function):
             pair.forward.replay()
         pair.done = False
         pair.generation += 1
-        ctx.pair, ctx.generation = pair, pair.generation
+        ctx.pair, ctx.generation, ctx.spent = pair, pair.generation, False
         outputs = tuple(o.clone() for o in pair.outputs)
         ctx.mark_non_differentiable(
             *[o for o, learns in zip(outputs, pair.learning, strict=True) if not learns]
@@ -253,6 +253,13 @@ class _Replay(torch.autograd.Function):
                 "a backward through a forward of an earlier step: the recording has been replayed since. Backpropagate "
                 'in the step, or use capture(mode="off")'
             )
+        if ctx.spent:
+            # the first has written over what it needed no more
+            raise CaptureError(
+                "a second backward through one forward of a module that is launched as one: add the losses and "
+                'backpropagate once, or use capture(mode="off")'
+            )
+        ctx.spent = True
         given = [g for g, learns in zip(gradients, pair.learning, strict=True) if learns]
         if given:
             torch._foreach_copy_(pair.handed, given, non_blocking=True)

@@ -28,11 +28,11 @@ class HostState:
         self.watching = nonfinite != "ignore"
         self.skipped = 0
         self.losses: list[torch.Tensor] = []
-        self.found = torch.zeros(1)
+        self.found = torch.zeros(1, dtype=torch.float32)
         # the same memory, read without a dispatch through torch: 2 microseconds less in a running loop
         self.answer: memoryview = self.found.numpy().data
-        self.one = torch.ones(1)
-        self._factor = torch.ones(1)
+        self.one = torch.ones(1, dtype=torch.float32)
+        self._factor = torch.ones(1, dtype=torch.float32)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remember the loss of a micro-batch until the update that it leads to."""

@@ -33,7 +33,7 @@ class Verdict:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.flags = torch.zeros(2, device=device)
+        self.flags = torch.zeros(2, dtype=torch.float32, device=device)
         self.refuse, self.bad = self.flags[0], self.flags[1]
         self.heard = 0
 
@@ -66,9 +66,9 @@ class ResidentState:
         self.tape: Tape | None = None
         self._losses: list[torch.Tensor] = []
         self._shared = Verdict(device)
-        self._one = torch.ones((), device=device)
-        self._overflow = torch.zeros((), device=device)
-        self._counts = torch.zeros(4, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._overflow = torch.zeros((), dtype=torch.float32, device=device)
+        self._counts = torch.zeros(4, dtype=torch.float32, device=device)
         self._refused, self._both, self._wishes = self._counts[0], self._counts[0:2], self._counts[2:4]
         self._sticky = nonfinite == "stop" and scale is None
         self._optimizers = 0
@@ -76,7 +76,7 @@ class ResidentState:
 
     def share_losses(self) -> torch.Tensor:
         """Keep the losses' verdict in one 0-d tensor, 0 or NaN, that a sum can carry to other ranks."""
-        self.probe = torch.zeros((), device=self.device)
+        self.probe = torch.zeros((), dtype=torch.float32, device=self.device)
         return self.probe
 
     def new_verdict(self) -> Verdict:
@@ -109,7 +109,9 @@ class ResidentState:
             return self.scale.inverse(factor)
         if isinstance(factor, torch.Tensor):
             return factor.reshape(()).float()
-        return self._one if factor == 1.0 else torch.full((), factor, device=self.device)
+        if factor == 1.0:
+            return self._one
+        return torch.full((), factor, dtype=torch.float32, device=self.device)
 
     def judge(self, verdict: Verdict, gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply `gradients` by their factor in place and set the verdict, in one pass over them."""
@@ -272,8 +274,8 @@ class Pace:
 
     def __init__(self, device: torch.device, depth: int) -> None:
         # a recording writes the rows of all its updates before the host waits for any of them
-        self._rows = torch.zeros(depth + _SPARE, 4, pin_memory=device.type == "cuda")
-        self._spare = torch.zeros(_SPARE, 4, pin_memory=device.type == "cuda")
+        self._rows = torch.zeros(depth + _SPARE, 4, dtype=torch.float32, pin_memory=device.type == "cuda")
+        self._spare = torch.zeros(_SPARE, 4, dtype=torch.float32, pin_memory=device.type == "cuda")
         self._whole = list(self._rows)
         self._addresses = [row.data_ptr() for row in self._rows]
         self._first = [row[0] for row in self._rows]

@@ -23,12 +23,12 @@ class LossScale:
     def __init__(
         self, device: torch.device, *, initial: float = 65536.0, interval: int = 2000, floor: float = 1.0
     ) -> None:
-        self.value = torch.full((), initial, device=device)
+        self.value = torch.full((), initial, dtype=torch.float32, device=device)
         self.interval = interval
         self.floor = floor
         self.deferred = False
         self._waiting = False
-        self._overflow = torch.zeros((), device=device)
+        self._overflow = torch.zeros((), dtype=torch.float32, device=device)
         self._quiet = torch.zeros((), dtype=torch.int32, device=device)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ class ScheduleTable:
         capacity = min(65536, max(4096, 2**20 // max(columns, 1)))
         self.device = device
         self.filled = 0
-        self._rows = torch.zeros(capacity, columns, device=device)
-        self._row = torch.zeros(1, columns, device=device)
+        self._rows = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
+        self._row = torch.zeros(1, columns, dtype=torch.float32, device=device)
         self._position = torch.zeros(1, dtype=torch.float64, device=device)
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self.current = self._row[0]

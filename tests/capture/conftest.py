@@ -275,9 +275,9 @@ class FilmRecorder(RerunRecorder):
             with operations:
                 result = work()
         finally:
-            # recording computes nothing
+            # recording computes nothing; of several views of one memory the first held what was there
             with torch.no_grad():
-                for tensor, value in operations.before.values():
+                for tensor, value in reversed(operations.before.values()):
                     tensor.detach().copy_(value)
             for stream, state in zip(streams, states, strict=True):
                 stream.set_state(state)

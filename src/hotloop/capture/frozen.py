@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hotloop.capture.fingerprint import Fingerprint
+from hotloop.capture.identities import Identities, alike
 from hotloop.errors import CaptureError
 
 __all__ = ["Frozen"]
@@ -43,11 +44,13 @@ class Frozen:
         parameters: Callable[[], Iterable[torch.Tensor]],
         skip: Iterable[Any],
     ) -> None:
+        identities = Identities()
         self._look: Callable[[], Fingerprint] = lambda: Fingerprint(
-            function, modules(), optimizers(), skip, parameters()
+            function, modules(), optimizers(), skip, parameters(), identities
         )
         self._name = name
-        self._known: list[list[Any]] = []
+        # names and values of each state
+        self._known: list[tuple[list[str], list[Any]]] = []
         self._changes: dict[str, int] = {}
         self.state = -1
         self.changed: str | None = None
@@ -65,32 +68,38 @@ class Frozen:
             self._changes.clear()
             return self.state
         values = self.fingerprint.take()
-        if values == self._known[self.state]:
+        known = self._known[self.state][1]
+        if alike(values, known):
             self.fingerprint.remember()
             self._changes.clear()
             return self.state
-        return self._find(values)
+        return self._find(known, values)
 
-    def _find(self, values: list[Any]) -> int:
-        changed = self.fingerprint.difference(self._known[self.state], values)
-        for number, known in enumerate(self._known):
-            if known == values:
-                self.fingerprint.remember()
-                self.state = number
+    def _find(self, known: list[Any], values: list[Any]) -> int:
+        changed = self.fingerprint.difference(known, values)
+        fresh = self.fingerprint
+        if fresh.leads_elsewhere(known, values):
+            # objects, modules or parameters are others now: what they hold counts
+            fresh = self._look()
+            values = fresh.take()
+        for number, (names, known) in enumerate(self._known):
+            if names == fresh.names and alike(known, values):
+                fresh.remember()
+                self.fingerprint, self.state = fresh, number
                 return number
         name = changed.split(":")[0]
-        self._changes[name] = self._changes.get(name, 0) + 1
+        # another one that changed meanwhile begins anew
+        self._changes = {name: self._changes.get(name, 0) + 1}
         if self._changes[name] >= _CHANGES_IN_A_ROW:
             raise CaptureError(
                 f"{self._name}: {changed} changed in each of the last {_CHANGES_IN_A_ROW} calls; a captured step "
                 "freezes Python values. Pass it as a tensor argument, or keep it in `loop.scalar(name)`"
             )
         self.changed = changed
-        # modules or parameters may be others now: what is watched is found again
         self.fingerprint = self._look()
         return self._add()
 
     def _add(self) -> int:
-        self._known.append(self.fingerprint.take())
+        self._known.append((self.fingerprint.names, self.fingerprint.take()))
         self.state = len(self._known) - 1
         return self.state

@@ -11,6 +11,7 @@ import torch
 
 from hotloop.capture.fingerprint import Fingerprint
 from hotloop.capture.host_streams import HostStreams
+from hotloop.capture.identities import alike
 from hotloop.capture.reasons import is_library
 from hotloop.stalls import record_syncs
 
@@ -61,7 +62,7 @@ def rehearse(
         found.reason = (
             f"the step replaces the tensor {name}; a replay would not see the new one: write into it"
         )
-    elif (after := fingerprint.take()) != values:
+    elif not alike(after := fingerprint.take(), values):
         changed = fingerprint.difference(values, after)
         found.reason = f"the step changes {changed}; a replay would not repeat that: do it outside the step"
     return found

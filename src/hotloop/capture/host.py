@@ -46,8 +46,12 @@ class StepHost(Protocol):
     def enter(self) -> tuple[Any, ...]:
         """A step begins; returns what of its place in the accumulation window a recording freezes."""
 
-    def ready(self) -> None:
-        """Make optimizers fit to be recorded and replayed; called before each step."""
+    def ready(self) -> tuple[int, ...]:
+        """Make optimizers fit to be recorded and replayed; called before each step.
+
+        Returns numbers that are others where an optimizer writes other tensors than it did: recordings made before do
+        not count.
+        """
 
     def hold_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Let gradients that wait in `parameters` lie where all recordings look for them; returns them."""

@@ -120,8 +120,7 @@ class CapturedStep:
         recorder = self._recorder
         if recorder is None or host.eager:
             return self._run_eagerly(args, kwargs)
-        place = host.enter()
-        host.ready()
+        place = (*host.enter(), *host.ready())
         if self._usual and not kwargs:
             fingerprint = self._frozen.fingerprint
             waiting = fingerprint.gradients_wait()
@@ -382,7 +381,10 @@ class CapturedStep:
 
         def work() -> Any:
             entry.watch_inputs()
-            result = self.function(*args, **kwargs)
+            try:
+                result = self.function(*args, **kwargs)
+            finally:
+                effects.close()
             entry.settle_gradients()
             return result
 

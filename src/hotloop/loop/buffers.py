@@ -9,7 +9,11 @@ __all__ = ["BufferKeeper"]
 
 
 class BufferKeeper:
-    """Saves a module's buffers before the first forward of a window and puts them back on demand."""
+    """Saves a module's buffers before the first forward of a window and puts them back on demand.
+
+    Attributes:
+        fresh: no forward since the last update: the next one saves.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [
@@ -20,7 +24,7 @@ class BufferKeeper:
         ]
         self._saved: list[torch.Tensor] = []
         self._replay: list[torch.Tensor] = []
-        self._fresh = True
+        self.fresh = True
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -33,9 +37,9 @@ class BufferKeeper:
         """Keep the buffers if this is the window's first forward; `again`: keep them for a replayed batch too."""
         if again:
             self._replay = [b.detach().clone() for b in self.live()]
-        if not self._fresh:
+        if not self.fresh:
             return
-        self._fresh = False
+        self.fresh = False
         live = self.live()
         if len(self._saved) != len(live) or any(
             s.shape != b.shape or s.dtype != b.dtype for s, b in zip(self._saved, live, strict=True)
@@ -53,13 +57,13 @@ class BufferKeeper:
 
     def accept(self) -> None:
         """The window's update was made: the next forward starts a new one."""
-        self._fresh = True
+        self.fresh = True
 
     def restore(self, refuse: torch.Tensor | None = None) -> None:
         """Put the saved buffers back; on a device, where the flag `refuse` (0-d) says so."""
-        if self._fresh:
+        if self.fresh:
             return
-        self._fresh = True
+        self.fresh = True
         # `.data` has a version counter of its own: a backward of the same micro-batch may be still to come, for another
         # optimizer, through a forward that saved these buffers; what changed them in training it does not read
         live = [buffer.data for buffer in self.live()]

@@ -131,7 +131,7 @@ class LoopHost:
                 raise SettingError(
                     f"loop.scalar({name!r}) has no value yet; set it before the step that reads it"
                 )
-            held = self._scalars[name] = torch.tensor(float(value), device=self.device)
+            held = self._scalars[name] = _number(float(value), self.device)
         elif value is not None:
             held.fill_(value)
         return held
@@ -193,8 +193,8 @@ class LoopHost:
             window.send_wishes()
         return window.frozen()
 
-    def ready(self) -> None:
-        """Learning rates on the device, masters that agree with their parameters."""
+    def ready(self) -> tuple[int, ...]:
+        """Learning rates on the device, masters that agree with their parameters; see `StepHost.ready`."""
         listed, rated = self._preparer.updates, self._rated
         same = len(listed) == len(rated)
         for updates, groups in zip(listed, rated, strict=False):
@@ -214,6 +214,9 @@ class LoopHost:
                 # set by hand: the recording reads the tensor
                 rate.fill_(lr)
                 group["lr"] = rate
+        layouts = [getattr(updates.optimizer, "layouts", 0) for updates in listed]
+        # whether a forward saves buffers is frozen, too
+        return (*layouts, *(keeper.fresh for keeper in self._preparer.keepers))
 
     def _rate_on_device(self) -> None:
         self._rates.clear()
@@ -227,7 +230,7 @@ class LoopHost:
                 if not isinstance(group["lr"], torch.Tensor):
                     # the same tensor for a state that was loaded: recordings that read it stay good
                     value = float(group["lr"])
-                    rate = torch.tensor(value, device=self.device) if rate is None else rate.fill_(value)
+                    rate = _number(value, self.device) if rate is None else rate.fill_(value)
                     group["lr"] = self._own_rates[(number, i)] = rate
                 if rate is not None and group["lr"] is rate:
                     self._rates.append((group, rate))
@@ -293,6 +296,8 @@ class LoopHost:
         resident = [u for u in self._preparer.updates if isinstance(u, ResidentUpdates)]
         before = [u.host_marks() for u in resident]
         window_before = self._window.marks()
+        keepers = self._preparer.keepers
+        fresh = [keeper.fresh for keeper in keepers]
         state.tape = self._window.tape = tape
         try:
             with self._session.log.pause():
@@ -301,8 +306,18 @@ class LoopHost:
             state.tape = self._window.tape = None
             state.close_losses()
             self._window.put_marks(window_before)
+            for keeper, was in zip(keepers, fresh, strict=True):
+                if keeper.fresh != was:
+                    tape.append(functools.partial(setattr, keeper, "fresh", keeper.fresh))
+                    keeper.fresh = was
             for updates, marks in zip(resident, before, strict=True):
                 updates.put_host_marks(marks)
+
+
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    """A number on the device, 0-d: float32, or float64 where that is the script's default."""
+    dtype = torch.promote_types(torch.float32, torch.get_default_dtype())
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def find_mode(chosen: str, device: torch.device) -> str:

@@ -32,6 +32,7 @@ class ResidentUpdates(Updates):
         route: how an update is refused: "fused", "masked", or "none" if it cannot be.
         issued: updates whose kernels were issued, also into a capture.
         host_schedule: a schedule changes settings of this optimizer on the host.
+        behind: in the recording now made, the step comes after each replay.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ResidentUpdates(Updates):
         self.state = state
         self.verdict = state.new_verdict()
         self.issued = 0
-        self._behind = False
+        self.behind = False
         self.host_schedule = False
         self.watching = state.watching or state.scale is not None
         self.route = choose_route(optimizer, state.nonfinite, scaled=state.scale is not None)
@@ -87,7 +88,7 @@ class ResidentUpdates(Updates):
         if state.tape is not None and not self.recordable():
             # the graph ends with the gradients; this optimizer steps eagerly after each replay
             result = None
-            self._behind = True
+            self.behind = True
             state.tape.append(self._make_step)
         else:
             result = self._make_step()
@@ -106,6 +107,8 @@ class ResidentUpdates(Updates):
                 mark_step(self.optimizer)
 
         state.after_step(finish)
+        if state.tape is not None and self.behind:
+            state.tape.guard(self.parameters(), type(self.optimizer).__name__)
         return result
 
     def _make_step(self) -> Any:
@@ -136,7 +139,7 @@ class ResidentUpdates(Updates):
             else:
                 super().zero_grad(set_to_none)
         elif self.pending == 0:
-            if self._behind:
+            if self.behind:
                 # the step that is made after the replay reads them
                 tape.append(lambda: self._zero(set_to_none))
             else:
@@ -153,7 +156,7 @@ class ResidentUpdates(Updates):
     def put_host_marks(self, marks: int) -> None:
         """Put `host_marks` back."""
         self.pending = marks
-        self._behind = False
+        self.behind = False
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.

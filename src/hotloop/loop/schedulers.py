@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -77,7 +78,10 @@ class HostSchedule:
             self._note_counts()
             if refused:
                 return
-        self._step(*args, **kwargs)
+        if isinstance(updates, ResidentUpdates):
+            updates.state.after_step(functools.partial(self._step, *args, **kwargs))
+        else:
+            self._step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the scheduler."""
@@ -221,7 +225,12 @@ class ResidentSchedule:
         self._issued = self._updates.issued
         # a step after several updates (once an epoch) advances whatever became of the last of them
         refuse = self._updates.verdict.refuse if made == 1 and self._updates.watching else None
-        self._filled.advance(refuse)
+        advance = functools.partial(self._filled.advance, refuse)
+        if self._updates.behind:
+            # the step that is made after the replay reads the row in force until then
+            self._updates.state.after_step(advance)
+        else:
+            advance()
         self._updates.state.after_step(self._advance_host)
 
     def _advance_host(self) -> None:

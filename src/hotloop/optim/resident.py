@@ -35,6 +35,8 @@ class ResidentOptimizer(Optimizer):
 
     Attributes:
         device_settings: settings that may be 0-d tensors on the device, where a schedule's table fills them.
+        layouts: how often parameters got another step counter than the one they had: what was recorded before counts
+            the wrong one.
     """
 
     device_settings: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
@@ -46,6 +48,7 @@ class ResidentOptimizer(Optimizer):
 
     def _mark(self) -> None:
         self._step_supports_amp_scaling = True
+        self.layouts: int = self.__dict__.get("layouts", 0)
         # kept over a loaded state: a recording made before reads them until it is dropped
         self._tables: dict[tuple[int, Any], Tables] = self.__dict__.get("_tables", {})
         self._hotloop_masters = MasterPairs()
@@ -118,6 +121,7 @@ class ResidentOptimizer(Optimizer):
             if id(batch.step) in waiting:
                 # others that shared this counter do not step now
                 assert batch.step is not None
+                self.layouts += 1
                 batch.step = batch.step.clone()
                 for p in batch.parameters:
                     self.state[p]["step"] = batch.step

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hotloop.nested import tensors_of
 
 __all__ = ["Landing", "Tape"]
 
@@ -44,3 +49,51 @@ class Tape(list[Callable[[], None]]):
         self.lands = lands
         self.landings: list[Landing] = []
         self.updates = 0
+        self._guards = ExitStack()
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, str]] = []
+
+    def guard(self, parameters: Iterable[torch.Tensor], optimizer: str) -> None:
+        """An update of `parameters` is made after each replay: until `close`, what would come after it is an error."""
+        listed = list(parameters)
+        self._gradients += [(p, p.grad, optimizer) for p in listed]
+        touched = [*listed, *(p.grad for p in listed if p.grad is not None)]
+        self._guards.enter_context(_Guard(touched, optimizer))
+
+    def close(self) -> None:
+        """The step is recorded to its end.
+
+        Raises:
+            RuntimeError: it took gradients away that an update after each replay needs.
+        """
+        self._guards.close()
+        waiting, self._gradients = self._gradients, []
+        for p, gradient, optimizer in waiting:
+            if p.grad is not gradient:
+                raise RuntimeError(
+                    f"{_told(optimizer)}, and gradients are cleared before that: leave it to loop.update"
+                )
+
+
+class _Guard(TorchDispatchMode):
+    """Refuses operations that touch the memory of `tensors`."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], optimizer: str) -> None:
+        super().__init__()
+        self._memory = {_memory(t) for t in tensors}
+        self._optimizer = optimizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(_memory(t) in self._memory for t in tensors_of((args, kwargs))):
+            raise RuntimeError(
+                f"{_told(self._optimizer)}, and the step goes on with its parameters: end the step with the update"
+            )
+        return func(*args, **kwargs)
+
+
+def _told(optimizer: str) -> str:
+    return f"{optimizer} steps after each launch, since its step cannot be recorded"
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)

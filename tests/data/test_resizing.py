@@ -346,3 +346,29 @@ def test_a_fixed_view_moves_in_proportion_to_the_size():
     small = ResidentImages(resize_images(x, 8), how=Augment(offset=(2, -1)))
     seen = ResidentImages(x, how=Augment(offset=(4, -2))).cut(index, zero, 0, 8)
     assert torch.equal(seen, small.cut(index, zero, 0, None))
+
+
+@pytest.mark.parametrize("unit", ["samples", "epochs"])
+def test_rates_follow_the_batches_of_a_run_resumed_with_others(unit):
+    """At each end of a batch of 64, also the last of an epoch, it goes on with batches of 32, and then of 8."""
+    samples, length = 160, {"samples": 640, "epochs": 4}[unit]
+    plans = [Resizing([(2, 16), (2, 32)], batch_size=size) for size in (16, 8)]
+
+    def run(plan, stop, state=None):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        rate = linear(1.0, 0.0, length, unit=unit)
+        scheduler = plan.scheduler(optimizer, rate, samples)
+        if state is not None:
+            scheduler.load_state_dict(state)
+        found = []
+        for _ in range(stop):
+            optimizer.step()
+            scheduler.step()
+            found.append(scheduler.get_last_lr()[0])
+        return found, scheduler.state_dict()
+
+    whole, _ = run(plans[1], 60)
+    for updates, passed in enumerate([0, 64, 128, 160, 224, 288, 320]):
+        _, state = run(plans[0], updates)
+        rest, _ = run(plans[1], 40, state)
+        assert rest == pytest.approx(whole[passed // 32 :][:40], abs=1e-12)

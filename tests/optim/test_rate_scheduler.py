@@ -333,3 +333,28 @@ def test_a_group_that_is_added_is_told():
     for use in (scheduler.step, scheduler.state_dict):
         with pytest.raises(OptimizerError, match="3 groups now, and had 2"):
             use()
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_time_goes_on_where_batches_are_others(varies):
+    """Twice resumed: in epochs of 10 updates, then of 25, then of 4."""
+    rate = courses.one_cycle(0.4, 6, unit="epochs")
+
+    def build(n):
+        return rate.scheduler(make(), per_step=(lambda k: 1 / n) if varies else 1 / n)
+
+    scheduler, passed = build(10), 0.0
+    for n, stop in ((10, 13), (25, 40), (4, 12)):
+        if passed:
+            state = scheduler.state_dict()
+            scheduler = build(n)
+            scheduler.load_state_dict(state)
+            again = build(n)
+            again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+            assert again.state_dict() == scheduler.state_dict()
+        for _ in range(stop):
+            step(scheduler.optimizer, scheduler)
+            passed += 1 / n
+            assert scheduler.time == pytest.approx(passed)
+            assert scheduler.get_last_lr() == pytest.approx([rate(passed)] * 2)
+    assert passed == pytest.approx(1.3 + 1.6 + 3.0)

@@ -88,6 +88,8 @@ class RateScheduler(LRScheduler):
         self.relative = relative
         # where a variable per_step has brought it: update number, time, and what the sum has lost to rounding
         self._at = (0, 0.0, 0.0)
+        # updates, and time, by which a state of other batches was further than as many updates of these
+        self._ahead, self._shift = 0, 0.0
         self._factors = [1.0] * len(groups)
         self._set: list[float | None] = [None] * len(groups)
         # learning rates in force when a state was loaded: where they still are, nobody has changed them since
@@ -115,7 +117,12 @@ class RateScheduler(LRScheduler):
     @property
     def time(self) -> float:
         """The time now, in the unit of the rates."""
-        return self._time(max(self.last_epoch, 0))
+        return self._time(self._place) + self._shift
+
+    @property
+    def _place(self) -> int:
+        """The number of the update to come, counted in batches as they are now."""
+        return max(self.last_epoch, 0) + self._ahead
 
     def _time(self, step: int) -> float:
         if not callable(self.per_step):
@@ -136,11 +143,13 @@ class RateScheduler(LRScheduler):
         return self._rates_now(chained=self.relative)
 
     def _get_closed_form_lr(self) -> list[float | torch.Tensor]:
+        if self.last_epoch == 0:
+            self._ahead, self._shift = 0, 0.0
         return self._rates_now(chained=False)
 
     def _rates_now(self, *, chained: bool) -> list[float | torch.Tensor]:
         time = self.time
-        more = 1.0 if self.factor is None else self.factor(max(self.last_epoch, 0))
+        more = 1.0 if self.factor is None else self.factor(self._place)
         found: list[float | torch.Tensor] = []
         for i, (rate, group) in enumerate(zip(self.rates, self._groups(), strict=True)):
             value = rate(time) * more
@@ -186,6 +195,9 @@ class RateScheduler(LRScheduler):
         others = [self._by_others(i, group["lr"]) for i, group in enumerate(groups)]
         return {
             "last_epoch": self.last_epoch,
+            "time": self.time,
+            "ahead": self._ahead,
+            "shift": self._shift,
             "_step_count": self._step_count,
             "_last_lr": [float(lr) for lr in self._last_lr],
             "base_lrs": [float(lr) for lr in self.base_lrs],
@@ -198,6 +210,9 @@ class RateScheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what `state_dict` returned; the groups keep their rates until the next `step`, as in torch.
+
+        The time goes on from where it was, also where an update takes more or less of it now, as with another batch
+        size; a `per_step` or `factor` that depends on the update's number is then asked for that of this time.
 
         Raises:
             OptimizerError: it is another scheduler's, or one of another number of groups.
@@ -213,6 +228,22 @@ class RateScheduler(LRScheduler):
         self._factors = list(state_dict["factors"])
         self._set = list(state_dict["set"])
         self._at = (0, 0.0, 0.0)
+        self._ahead, self._shift = state_dict.get("ahead", 0), state_dict.get("shift", 0.0)
+        self._go_on_from(state_dict.get("time", self.time))
+
+    def _go_on_from(self, time: float) -> None:
+        """Count from the first update that begins at `time` or later."""
+        slack = 1e-12 * time
+        if abs(self.time - time) <= slack:
+            return
+        made = max(self.last_epoch, 0)
+        if callable(self.per_step):
+            place, furthest = 0, 1000 * (made + 1)
+            while self._time(place) < time - slack and place < furthest:
+                place += 1
+        else:
+            place = math.ceil((time - slack) / self.per_step)
+        self._ahead, self._shift = place - made, time - self._time(place)
 
 
 def _read(lr: Any) -> float | None:

@@ -92,3 +92,70 @@ def test_a_recording_made_after_a_forward_alone_saves_the_buffers(filmed_loop):
     # the first micro-batch of the window with another shape is recorded while its second one is replayed
     script = [8] * 12 + [6, 8] * 5 + [6, "nan"] + [8, 8, 6, 8]
     check(filmed_loop, script, accumulation=2)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "one cycle"])
+@pytest.mark.parametrize("what", ["rate", "momentum", "state"])
+def test_numbers_put_in_place_of_a_schedules_count_for_one_step(filmed_loop, schedule, what):
+    """In the eager loop the next step of the schedule puts its own back; the captured one goes on being launched."""
+
+    def train(loop, captured):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        if schedule == "cosine":
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        else:
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40)
+        model, optimizer, scheduler = loop.prepare(model, optimizer, scheduler)
+
+        def plain(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loop.backward(loss)
+            loop.update(optimizer, scheduler)
+            return loss
+
+        step, losses = loop.capture(plain, mode="graph") if captured else plain, []
+        for i in range(24):
+            if i == 10 and what == "rate":
+                optimizer.param_groups[0]["lr"] = 0.1
+            elif i == 10 and what == "momentum":
+                optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+            elif i == 10:
+                optimizer.load_state_dict(optimizer.state_dict())
+            losses.append(step(X[i : i + 8], Y[i : i + 8]).detach())
+        return step, torch.stack(losses)
+
+    _, plain = train(filmed_loop(nonfinite="skip"), False)
+    step, losses = train(filmed_loop(nonfinite="skip"), True)
+    torch.testing.assert_close(losses, plain, rtol=1e-5, atol=1e-6)
+    assert step.reason is None
+    assert step.replays > 15
+
+
+def test_a_rate_that_stands_in_place_of_a_schedules_for_long_is_recorded(filmed_loop):
+    loop = filmed_loop(nonfinite="skip")
+    model = nn.Linear(6, 3)
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, scheduler = loop.prepare(model, optimizer, scheduler)
+
+    @loop.capture(mode="graph")
+    def step(x):
+        loss = model(x).sum()
+        loop.backward(loss)
+        loop.update(optimizer)
+        return loss
+
+    weight = model.weight.detach().clone()
+    for i in range(60):
+        if i == 10:
+            optimizer.param_groups[0]["lr"] = 0.125
+        step(torch.ones(1, 6))
+        weight -= 0.01 if i < 10 else 0.125
+        torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-5, atol=1e-5)
+    assert step.captures == 2
+    assert step.replays > 20
+    scheduler.step()
+    step(torch.ones(1, 6))
+    torch.testing.assert_close(model.weight.detach(), weight - 0.005, rtol=1e-5, atol=1e-5)

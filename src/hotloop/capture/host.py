@@ -53,6 +53,9 @@ class StepHost(Protocol):
         not count.
         """
 
+    def settled(self) -> bool:
+        """Whether optimizers hold the numbers of their schedules; not after somebody set or loaded others."""
+
     def hold_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Let gradients that wait in `parameters` lie where all recordings look for them; returns them."""
 

@@ -29,6 +29,8 @@ from hotloop.errors import CaptureError
 __all__ = ["CapturedStep"]
 
 _NEW_NUMBERS_IN_A_ROW = 8
+# So many calls are run eagerly while somebody's numbers stand in place of a schedule's, before they are recorded.
+_UNSETTLED_CALLS = 32
 
 
 class CapturedStep:
@@ -78,6 +80,7 @@ class CapturedStep:
         self._usual: dict[Any, Entry] = {}
         self._usual_state = -1
         self._new_numbers, self._numbers = 0, list[Any]()
+        self._unsettled = 0
         self._suspect: str | None = None
         self._compiled = CompiledForwards(host.device, host.modules, host.say)
         self._choice: Choice | None = None
@@ -147,6 +150,10 @@ class CapturedStep:
                 self._host.say(f"{self.name}: {said}")
             if not padding.lengths:
                 return recorder.warm(lambda: self._run_eagerly(args, kwargs))
+        self._unsettled = 0 if self._host.settled() else self._unsettled + 1
+        if 0 < self._unsettled <= _UNSETTLED_CALLS:
+            # the schedule puts its own numbers back in this step, or at the end of its window
+            return recorder.warm(lambda: self._run_eagerly(args, kwargs))
         state = self._look()
         waiting = self._frozen.fingerprint.gradients_wait()
         if padding is not None and length is not None and to is not None:

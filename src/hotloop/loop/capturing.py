@@ -16,6 +16,7 @@ from hotloop.hardware.processes import before_shut_down
 from hotloop.hardware.recording import recording_stream
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.resident_updates import ResidentUpdates
+from hotloop.loop.schedulers import ResidentSchedule
 from hotloop.loop.session import Session
 from hotloop.loop.window import Window
 from hotloop.optim import masters_of
@@ -217,6 +218,11 @@ class LoopHost:
         layouts = [getattr(updates.optimizer, "layouts", 0) for updates in listed]
         # whether a forward saves buffers is frozen, too
         return (*layouts, *(keeper.fresh for keeper in self._preparer.keepers))
+
+    def settled(self) -> bool:
+        """See `StepHost.settled`: the schedule's next step puts its numbers back."""
+        schedules = self._preparer.schedules.values()
+        return all(schedule.in_force for schedule in schedules if isinstance(schedule, ResidentSchedule))
 
     def _rate_on_device(self) -> None:
         self._rates.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from typing import Any
 
@@ -190,6 +191,18 @@ class ResidentSchedule:
         if self._on_host:
             for group, others in zip(groups, self._shadow.others(known), strict=True):
                 group.update({name: others[name] for name in self._on_host if name in others})
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the groups hold the table's views, and nothing that somebody put in their place."""
+        if not self._on_device:
+            return True
+        groups = self._optimizer.param_groups
+        held: list[Any] = [group["lr"] for group in groups]
+        for g, name in self._others:
+            value = groups[g][name]
+            held.append(value[0] if name == "betas" else value)
+        return all(map(operator.is_, held, self._views))
 
     def _set_plainly(self, row: int) -> None:
         """Give the groups the numbers of that row."""

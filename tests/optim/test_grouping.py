@@ -92,3 +92,15 @@ def test_what_the_caller_names_is_adamws():
     ]
     with pytest.raises(hotloop.HotloopError, match="Net has no module and no parameter named 'stem'"):
         split_matrices(model, adamw=["stem"])
+
+
+def test_a_parametrized_embedding_is_an_embedding():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    inner, hidden = (
+        nn.utils.parametrizations.spectral_norm(layer).parametrizations.weight.original for layer in model[:2]
+    )
+    decayed, spared = ([id(p) for p in group["params"]] for group in no_decay(model, 0.1))
+    assert sorted(decayed) == sorted([id(hidden), id(model[2].weight)])
+    assert id(inner) in spared
+    by_muon, *_ = split_matrices(model)
+    assert [id(p) for p in by_muon["params"]] == [id(hidden)]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hotloop.errors import OptimizerError
 
@@ -110,12 +111,17 @@ def split_matrices(
 
 
 def _owners(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module]]]:
-    """Every parameter once, in the model's order, with the modules that hold it."""
+    """Every parameter once, in the model's order, with the modules that hold it, also through a parametrization."""
     found: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.setdefault(parameter, []).append(module)
+    for module in model.modules():
+        # what torch.nn.utils.parametrize computes a weight from is that weight's module's
+        if parametrize.is_parametrized(module):
+            for parameter in module.parametrizations.parameters():  # type: ignore[union-attr]
+                found[parameter].append(module)
     return list(found.items())
 
 

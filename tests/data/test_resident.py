@@ -338,6 +338,9 @@ def test_misuse_says_what_to_do():
         (lambda: ResidentImages(images(), torch.arange(30) - 1, classes=30), "from -1 to 28"),
         (lambda: ResidentImages(images(), torch.arange(30), classes=30, smoothing=1.5), "smoothing"),
         (lambda: ResidentArrays([1, 2, 3]), "takes tensors"),
+        (lambda: ResidentArrays(torch.tensor(1.0)), "no samples"),
+        (lambda: ResidentLoader(torch.zeros(4), 2.5), "batch_size=2.5 must be a whole"),
+        (lambda: ResidentLoader(torch.zeros(4), 2, seed=None), "seed=None must be a whole"),
         (lambda: ResidentLoader(images().numpy(), 4), "no resident source"),
         (lambda: ResidentWindows(torch.ones(9, 2), 3, mean=torch.ones(3), std=torch.ones(3)), "2 columns"),
         (

@@ -92,6 +92,16 @@ def test_unknown_words_and_wrong_channels_are_named():
         )
 
 
+def test_statistics_may_be_lists_or_tensors():
+    images = torch.arange(32, dtype=torch.uint8).reshape(1, 4, 4, 2)
+    index, zero = torch.zeros(1, dtype=torch.int64), torch.tensor(0)
+    mean, std = (0.5, 0.25), (0.25, 0.5)
+    wanted = (images.double() / 255 - torch.tensor(mean).double()) / torch.tensor(std).double()
+    for kind in (tuple, list, torch.tensor):
+        x = augment(images, index, zero, Augment(mean=kind(mean), std=kind(std)), seed=0)
+        assert (x.permute(0, 2, 3, 1) - wanted).abs().max() < 1e-6
+
+
 def test_a_fixed_view_is_a_crop_of_the_padded_image():
     x = images(5, 8, 8, 3)
     index, epoch = torch.arange(5, device=DEVICE), torch.tensor(0, device=DEVICE)

@@ -249,6 +249,10 @@ def test_settings_out_of_range():
         EMA(model, buffers="drop")
     with pytest.raises(hotloop.HotloopError, match="every=0"):
         AveragedWeights(model, every=0)
+    with pytest.raises(hotloop.HotloopError, match=r"every=1\.5 must be a whole"):
+        EMA(model, every=1.5)
+    with pytest.raises(hotloop.HotloopError, match="no 'averages'"):
+        EMA(model).load_state_dict(model.state_dict())
     with pytest.raises(hotloop.HotloopError, match="ReLU has no parameters"):
         EMA(nn.ReLU())
 

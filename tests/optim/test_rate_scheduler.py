@@ -189,6 +189,9 @@ def test_a_rate_that_is_a_tensor_is_written_into():
             OptimizerError,
             "3 rates for the 2 groups",
         ),
+        (lambda: RateScheduler(make(), 0.1), SettingError, "give a Rate"),
+        (lambda: RateScheduler(make(), [rates.constant(1.0), 0.1]), SettingError, "give a Rate"),
+        (lambda: rates.constant(1.0).scheduler(make(), factor=2.0), SettingError, "function of the update"),
         (lambda: rates.constant(1.0, unit="epochs").scheduler(make()), SettingError, "1 / len"),
         (
             lambda: RateScheduler(make(), [rates.constant(1.0), rates.constant(1.0, unit="epochs")]),

@@ -119,6 +119,18 @@ def test_closed_forms():
     assert rate.values(60) == pytest.approx([min(2 * t / 5, 2 * max(50 - t, 0) / 45) for t in range(60)])
 
 
+def test_a_rise_and_a_fall_may_fill_a_run_of_any_length():
+    """0.2 * 3 + 0.8 * 3 is above 3 by rounding."""
+    for n in range(1, 1000):
+        for share in (0.02, 0.1, 0.2, 0.3, 0.4):
+            rate = courses.warmup_stable_decay(1.0, n, warm=share * n, decay=(1 - share) * n)
+            assert len(rate.pieces) == 2
+            assert rate(share * n) == 1.0
+            assert rate(n) == 0.0
+    with pytest.raises(SettingError, match="must fit"):
+        courses.warmup_stable_decay(1.0, 10, warm=5, decay=5.001)
+
+
 def test_ends_are_reached_exactly_and_kept():
     for shape in ("linear", "cosine", "1-sqrt", "exponential"):
         rate = rates.piecewise([(0, 0.7), (3, 0.1), (10, 0.3)], shape=shape)

@@ -8,7 +8,7 @@ looks like in an epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
@@ -51,6 +51,8 @@ class ResidentArrays:
             raise DataError(
                 f"ResidentArrays takes tensors, not a {odd[0]}: torch.as_tensor makes one of an array"
             )
+        if any(not a.dim() for a in arrays):
+            raise DataError("a tensor without dimensions has no samples")
         self.arrays = tuple(a.to(device) if device is not None else a for a in arrays)
         if len({len(a) for a in self.arrays}) > 1 or len({a.device for a in self.arrays}) > 1:
             shown = ", ".join(f"{tuple(a.shape)} on {a.device}" for a in self.arrays)
@@ -90,7 +92,8 @@ class ResidentLoader:
         stage: the stage of the batch handed out last.
 
     Raises:
-        DataError: neither or both of `batch_size` and `resizing`, or a source without samples.
+        DataError: neither or both of `batch_size` and `resizing`, numbers that are not whole, or a source without
+            samples.
     """
 
     def __init__(
@@ -116,6 +119,9 @@ class ResidentLoader:
             raise DataError("ResidentLoader takes either batch_size or resizing, which has its own")
         if resizing is not None and not isinstance(resizing, Resizing):
             raise DataError(f"resizing is a hotloop.data.Resizing, not a {type(resizing).__name__}")
+        for name, number in (("batch_size", batch_size), ("seed", seed)):
+            if not isinstance(number, SupportsIndex) and (name == "seed" or number is not None):
+                raise DataError(f"{name}={number!r} must be a whole number")
         if batch_size is not None and batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
         if not len(source):

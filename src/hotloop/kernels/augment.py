@@ -67,6 +67,9 @@ class Augment:
     crop: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            # lists, arrays and tensors compare and hash in ways of their own
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         for name, known in (("padding", _PADDINGS), ("flip", _FLIPS)):
             if getattr(self, name) not in known:
                 raise KernelError(

@@ -29,8 +29,8 @@ class _Average(ABC):
     def __init__(self, model: nn.Module, *, optimizer: Any, every: int, buffers: str) -> None:
         if buffers not in _BUFFERS:
             raise OptimizerError(f"buffers={buffers!r} is not known; valid: {', '.join(map(repr, _BUFFERS))}")
-        if every < 1:
-            raise OptimizerError(f"every={every} must be at least 1")
+        if every < 1 or every != int(every):
+            raise OptimizerError(f"every={every} must be a whole number, at least 1")
         self._model = model
         self._optimizer = optimizer
         self._average_buffers = buffers == "average"
@@ -189,6 +189,8 @@ class _Average(ABC):
         Raises:
             OptimizerError: it is of another model.
         """
+        if missing := {"averages", "buffers", "counts"} - state.keys():
+            raise OptimizerError(f"this is not the state of averages: it has no {min(missing)!r}")
         for kind, mine in (("averages", self.averages), ("buffers", self.buffers)):
             saved = state[kind]
             if saved.keys() != mine.keys() or any(saved[n].shape != mine[n].shape for n in mine):

@@ -79,6 +79,9 @@ def warmup_stable_decay(
     al. 2024). `shape`: "linear", "cosine" or "1-sqrt" (Hägele et al. 2024).
     """
     hold = length - warm - decay
+    if abs(hold) < 1e-9 * length:
+        # 0.2 * 3 and 0.8 * 3 are a rounding error more than 3
+        hold = 0.0
     if warm < 0.0 or decay <= 0.0 or hold < 0.0:
         raise SettingError(f"warm={warm} and decay={decay} must fit into length={length}, decay above 0")
     pieces: list[Piece] = []

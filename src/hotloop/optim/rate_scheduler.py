@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class RateScheduler(LRScheduler):
             a tensor on another device than the CPU. Otherwise a rate is the learning rate itself, whatever it was.
 
     Raises:
-        SettingError: a rate that is not in steps comes without `per_step`, that is not above 0, or units differ.
+        SettingError: a rate that is not in steps comes without `per_step`, that is not above 0, units differ, or what
+            is given is no Rate or no function.
         OptimizerError: there are not as many rates as groups, also after a group was added, or one has a momentum and
             its group has none.
 
@@ -57,7 +58,14 @@ class RateScheduler(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         groups = optimizer.param_groups
-        self.rates = [rates] * len(groups) if isinstance(rates, Rate) else list(rates)
+        several: list[Any] = list(rates) if isinstance(rates, Iterable) else [rates] * len(groups)
+        if any(not isinstance(rate, Rate) for rate in several):
+            raise SettingError(f"rates={rates!r}: give a Rate, or one for each group; constant(0.1) is one")
+        if factor is not None and not callable(factor):
+            raise SettingError(
+                f"factor={factor!r} must be a function of the update's number: rate.scaled multiplies"
+            )
+        self.rates: list[Rate] = several
         if len(self.rates) != len(groups):
             raise OptimizerError(
                 f"{len(self.rates)} rates for the {len(groups)} groups of {type(optimizer).__name__}: give one, or one "

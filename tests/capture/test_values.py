@@ -1,6 +1,8 @@
 """Whatever a step reads through Python counts in the very next call, though a recording repeats what it froze."""
 
 import collections
+import dataclasses
+import enum
 import functools
 import sys
 import types
@@ -392,3 +394,66 @@ def test_what_a_recording_would_freeze_alike():
     for i, a in enumerate(values):
         for j, b in enumerate(values):
             assert alike(a, b) == (i == j)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    factor: float = 1.0
+
+
+def test_objects_that_hold_tensors_are_read_anew_in_each_call(filmed_loop, capsys):
+    def plain(batch):
+        return batch["x"] * 2 if isinstance(batch, collections.UserDict) else batch.x * batch.factor
+
+    step = filmed_loop().capture(plain, mode="graph")
+    kept, mapped = Batch(torch.zeros(2)), collections.UserDict()
+    for i in range(12):
+        kept.x = mapped["x"] = torch.full((2,), float(i))
+        kept.factor = 1.0 + i // 6
+        for batch in (kept, mapped, Batch(kept.x, 3.0)):
+            assert torch.equal(step(batch), plain(batch))
+    assert step.captures == 0
+    assert "an argument is an object of type Batch" in capsys.readouterr().err
+
+
+class Kind(enum.Enum):
+    ONE, TWO = 1.0, 2.0
+
+
+def test_what_objects_that_are_arguments_hold(filmed_loop):
+    settings, layers, factor = types.SimpleNamespace(k=1.0), nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 1.0
+
+    def scaled(x):
+        return x * factor
+
+    def plain(x, settings, layers, function, kind):
+        return function(layers(x)) * settings.k * kind.value
+
+    def change_factor():
+        nonlocal factor
+        factor = 3.0
+
+    changes = {
+        8: lambda: setattr(settings, "k", 2.0),
+        12: change_factor,
+        16: lambda: layers.__setitem__(1, nn.Sigmoid()),
+    }
+    step = filmed_loop().capture(plain, mode="graph")
+    with torch.no_grad():
+        for i in range(26):
+            changes.get(i, lambda: None)()
+            given = (torch.full((2,), i + 1.0), settings, layers, scaled, Kind.ONE if i < 20 else Kind.TWO)
+            assert torch.equal(step(*given), plain(*given))
+    assert step.replays > 12
+
+
+def test_arguments_that_are_another_object_each_time_run_eagerly(filmed_loop):
+    def plain(x, chosen):
+        return x * (2.0 if "a" in chosen else 1.0)
+
+    step = filmed_loop().capture(plain, mode="graph")
+    for i in range(40):
+        chosen = {"a"} if i % 3 else {"b"}
+        assert torch.equal(step(torch.ones(2), chosen), plain(torch.ones(2), chosen))
+    assert step.captures == 0

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from hotloop.capture.graphs import Recording
+from hotloop.capture.identities import SCALARS
 from hotloop.capture.ports import Port, can_be_port
+from hotloop.nested import tensors_of
 from hotloop.state import Landing
 
-__all__ = ["Entry", "describe", "only_tensors"]
+__all__ = ["Entry", "describe", "holds_tensors", "only_tensors"]
 
 _GRADIENT = operator.attrgetter("grad")
 # One launch copies many small tensors; for one of more elements than this it uses a few blocks of the device only, and
@@ -264,7 +266,17 @@ def describe(leaf: Any) -> Any:
         # the same memory says something else where it is to be conjugated or negated on reading
         return (*kind, leaf.stride(), leaf.is_conj(), leaf.is_neg())
     # 1, 1.0 and True are equal, and not the same to an operation
-    return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | bytes | type(None)) else id(leaf)
+    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else id(leaf)
+
+
+def holds_tensors(thing: Any) -> bool:
+    """Whether an object, one that is no module, holds tensors: a dataclass, a mapping of a library's own."""
+    if isinstance(thing, torch.nn.Module | type):
+        return False
+    values = list(getattr(thing, "__dict__", {}).values())
+    if isinstance(thing, Mapping):
+        values += thing.values()
+    return any(True for _ in tensors_of(values)) or any(True for _ in tensors_of(thing))
 
 
 def only_tensors(leaves: list[Any]) -> list[torch.Tensor]:

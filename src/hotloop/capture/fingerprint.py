@@ -44,6 +44,7 @@ class Fingerprint:
         skip: objects that are not looked into (the loop itself).
         parameters: further parameters that may get gradients.
         identities: tells objects apart for as long as fingerprints are compared; one of its own by default.
+        arguments: objects that the step is given and may look into.
 
     Attributes:
         function: the step.
@@ -65,6 +66,7 @@ class Fingerprint:
         skip: Iterable[Any] = (),
         parameters: Iterable[torch.Tensor] = (),
         identities: Identities | None = None,
+        arguments: Iterable[Any] = (),
     ) -> None:
         self.function = function
         self.names: list[str] = []
@@ -74,7 +76,9 @@ class Fingerprint:
         self._optimizers = list(optimizers)
         roots = list(modules)
         tensors = [p for root in roots for p in root.parameters()]
-        found = reach(function, roots, self._hooks_of(tensors), identities, skip)
+        others = [("a hook", hook) for hook in self._hooks_of(tensors)]
+        others += [(f"an argument of type {type(thing).__name__}", thing) for thing in arguments]
+        found = reach(function, roots, others, identities, skip)
         self._places = found.places
         self.modules, self.generators, self.reached = found.modules, found.generators, found.tensors
         for watch in found.watches:

@@ -16,6 +16,8 @@ __all__ = ["Frozen"]
 
 # A value that changes in so many calls running would have the step recorded anew for ever.
 _CHANGES_IN_A_ROW = 4
+# Objects given as arguments are kept and looked into, so many of them; where more come, each call makes its own.
+_MOST_ARGUMENTS = 8
 
 
 class Frozen:
@@ -46,14 +48,27 @@ class Frozen:
     ) -> None:
         identities = Identities()
         self._look: Callable[[], Fingerprint] = lambda: Fingerprint(
-            function, modules(), optimizers(), skip, parameters(), identities
+            function, modules(), optimizers(), skip, parameters(), identities, self._arguments.values()
         )
+        self._arguments: dict[int, Any] = {}
         self._name = name
         # names and values of each state
         self._known: list[tuple[list[str], list[Any]]] = []
         self._changes: dict[str, int] = {}
         self.state = -1
         self.changed: str | None = None
+
+    def watch(self, argument: Any) -> bool:
+        """From the next look on, watch what the step may read of an object that it is given.
+
+        False if there have been too many of them: it is another one each time.
+        """
+        if id(argument) not in self._arguments:
+            if len(self._arguments) >= _MOST_ARGUMENTS:
+                return False
+            self._arguments[id(argument)] = argument
+            self.state = -1
+        return True
 
     def look(self) -> int:
         """The number of the state that everything is in; a new one means recording anew.

@@ -88,7 +88,7 @@ class Reach:
         self,
         function: Callable[..., Any],
         roots: Sequence[nn.Module],
-        hooks: Iterable[Any],
+        others: Iterable[tuple[str, Any]],
         identities: Identities,
         skip: Iterable[Any],
         names: tuple[set[str], set[str]],
@@ -110,8 +110,8 @@ class Reach:
         for i, module in enumerate(roots):
             self._add_module(f"module {i}" if i else "the module", module, 0)
         self._follow("the step", function, 0)
-        for hook in hooks:
-            self._follow("a hook", hook, 1)
+        for name, thing in others:
+            self._follow(name, thing, 1)
 
     def _watch(self, name: str, get: Callable[[], Any], *, leads: bool = False) -> None:
         self.watches.append(Watch(name, get, leads))
@@ -329,7 +329,7 @@ class Reach:
 def reach(
     function: Callable[..., Any],
     roots: Iterable[nn.Module],
-    hooks: Iterable[Any],
+    others: Iterable[tuple[str, Any]],
     identities: Identities,
     skip: Iterable[Any],
 ) -> Reach:
@@ -338,16 +338,16 @@ def reach(
     Args:
         function: the step.
         roots: prepared modules.
-        hooks: further functions that run within it.
+        others: what else it reads or runs, each with a name for a person: hooks, arguments.
         identities: gives marks.
         skip: objects that are not looked into.
     """
-    listed, hooked, skipped = list(roots), list(hooks), list(skip)
+    listed, further, skipped = list(roots), list(others), list(skip)
     names: tuple[set[str], set[str]] = (set(), set())
     while True:
         # what is reached late may name attributes of what was reached before
         sizes = [len(n) for n in names]
-        found = Reach(function, listed, hooked, identities, skipped, names)
+        found = Reach(function, listed, further, identities, skipped, names)
         if [len(n) for n in names] == sizes:
             return found
 

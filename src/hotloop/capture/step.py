@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +15,12 @@ from hotloop.capture.buckets import Buckets, Padding
 from hotloop.capture.checking import differing, keep, outcome_of
 from hotloop.capture.choosing import Choice
 from hotloop.capture.effects import find_effects
-from hotloop.capture.entry import Entry, describe, only_tensors
+from hotloop.capture.entry import Entry, describe, holds_tensors, only_tensors
 from hotloop.capture.forwards import CompiledForwards
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
 from hotloop.capture.host import StepHost
+from hotloop.capture.identities import SCALARS
 from hotloop.capture.parts import Parts
 from hotloop.capture.ports import PortError
 from hotloop.capture.reasons import cause_of, first_line, host_names
@@ -196,11 +198,6 @@ class CapturedStep:
         return state
 
     def _new_entry(self, recordings: Recordings, key: Any, leaves: list[Any]) -> Entry:
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor | bool | int | float | str | bytes | type(None)):
-                self._host.say(
-                    f"{self.name}: an argument of type {type(leaf).__name__} is frozen by identity"
-                )
         numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)]
         if numbers != self._numbers:
             self._numbers = numbers
@@ -216,7 +213,16 @@ class CapturedStep:
         entry.held = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         recordings.add(entry)
         tensors = only_tensors(leaves)
-        if any(tensor.requires_grad for tensor in tensors):
+        plain = (torch.Tensor, enum.Enum, type, *SCALARS)
+        objects = [leaf for leaf in leaves if not isinstance(leaf, plain)]
+        closed = next((o for o in objects if holds_tensors(o) or not self._frozen.watch(o)), None)
+        if closed is not None:
+            recordings.refuse(
+                entry,
+                f"an argument is an object of type {type(closed).__name__}, which a replay would not look into: pass "
+                "its tensors, or a tuple, a dict or a NamedTuple of them",
+            )
+        elif any(tensor.requires_grad for tensor in tensors):
             recordings.refuse(entry, "an argument requires a gradient, which a replay would not hand on")
         elif odd := next((t.layout for t in tensors if t.layout is not torch.strided), None):
             recordings.refuse(entry, f"an argument is a tensor of layout {odd}, which cannot be written anew")

@@ -88,3 +88,16 @@ def test_misfits_are_named():
         linear_cross_entropy(given[0], given[1], targets[1:])
     with pytest.raises(KernelError, match="'max'"):
         linear_cross_entropy(given[0], given[1], targets, reduction="max")
+    with pytest.raises(KernelError, match=r"targets are torch.float32"):
+        linear_cross_entropy(given[0], given[1], targets.float())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_rows_at_all_have_gradients_of_zero_as_torchs(reduction):
+    given, targets = inputs(torch.float64, rows=20)
+    x, w, b = given
+    none, shorter = targets[:0], [x.detach()[:0].requires_grad_(), w, b]
+    ours = losses_and_gradients(linear_cross_entropy, shorter, none, reduction=reduction)
+    exact = losses_and_gradients(cross_entropy_eager, shorter, none, reduction=reduction)
+    for a, e in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)

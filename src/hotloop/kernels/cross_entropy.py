@@ -53,6 +53,10 @@ def linear_cross_entropy(
             f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)} and targets "
             f"{tuple(targets.shape)} do not fit: x is [..., D], weight [V, D], targets [...]"
         )
+    if targets.dtype != torch.int64:
+        raise KernelError(
+            f"linear_cross_entropy: targets are {targets.dtype}, class numbers have to be int64: targets.long()"
+        )
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -171,7 +175,7 @@ def _reduced(
         scale = (targets != ignore_index).sum().to(wide).reciprocal()
     losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
     step = _pieces(x, weight, chunk_bytes)
-    once = step >= x.shape[0]
+    once = 0 < x.shape[0] <= step
     grad_x = torch.empty_like(x) if learning else x.new_empty(0)
     grad_w = weight.new_zeros(weight.shape, dtype=wide) if learning and not once else x.new_empty(0)
     grad_b = x.new_zeros(weight.shape[0], dtype=wide) if learning and bias is not None else x.new_empty(0)

@@ -159,3 +159,33 @@ def test_a_rate_that_stands_in_place_of_a_schedules_for_long_is_recorded(filmed_
     scheduler.step()
     step(torch.ones(1, 6))
     torch.testing.assert_close(model.weight.detach(), weight - 0.005, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["norm", "stem", "head"])
+def test_gradients_that_wait_in_some_layer_are_added_to(filmed_loop, which):
+    def train(loop, captured):
+        torch.manual_seed(0)
+        model = Net()
+        model, optimizer = loop.prepare(model, optim.SGD(model.parameters(), lr=0.1))
+
+        def plain(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loop.backward(loss)
+            loop.update(optimizer)
+            return loss
+
+        step, losses = loop.capture(plain, mode="graph") if captured else plain, []
+        for i in range(20):
+            if i % 4 == 3:
+                # a penalty of one layer, backpropagated by the script itself
+                sum(p.square().sum() for p in getattr(model, which).parameters()).backward()
+            losses.append(step(X[i : i + 8], Y[i : i + 8]).detach())
+        return step, torch.stack(losses), model
+
+    _, plain, expected = train(filmed_loop(nonfinite="skip"), False)
+    step, losses, model = train(filmed_loop(nonfinite="skip"), True)
+    torch.testing.assert_close(losses, plain, rtol=1e-5, atol=1e-6)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert step.reason is None
+    assert step.replays > 8

@@ -10,7 +10,7 @@ from hotloop import optim
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
 
 
-def run(loop, captured, make, *, scheduler=None, after=None, steps=16):
+def run(loop, captured, make, *, scheduler=None, after=None, steps=16, **options):
     """Weights and losses of a short training; `after` gives what the step does after its update."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
@@ -26,7 +26,7 @@ def run(loop, captured, make, *, scheduler=None, after=None, steps=16):
         ending()
         return loss
 
-    train = loop.capture(step, mode="graph") if captured else step
+    train = loop.capture(step, mode="graph", **options) if captured else step
     losses = [train(X[2 * i : 2 * i + 2]).detach().clone() for i in range(steps)]
     return train, model, torch.stack(losses)
 
@@ -79,6 +79,26 @@ def test_gradients_cleared_by_hand_after_the_update_are_not_missed(filmed_loop):
 
 def test_an_update_that_ends_the_step_is_made_after_each_replay(filmed_loop):
     step = check(filmed_loop, rmsprop)
+    assert step.reason is None
+    assert step.replays > 8
+
+
+def test_a_check_beside_the_plain_step_leaves_nothing_forbidden(filmed_loop):
+    step = check(filmed_loop, rmsprop, check_every=3)
+    assert step.reason is None
+    assert step.checks > 2
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_what_follows_and_touches_other_memory_is_recorded(filmed_loop):
+    def count(model, optimizer):
+        empty, calls = torch.empty(0), torch.zeros(())
+        return lambda: calls.add_(1.0 + (empty * 2).numel())
+
+    def with_an_empty_one(params):
+        return torch.optim.RMSprop([*params, nn.Parameter(torch.empty(0))], lr=3e-2)
+
+    step = check(filmed_loop, with_an_empty_one, after=count)
     assert step.reason is None
     assert step.replays > 8
 

@@ -309,6 +309,7 @@ class LoopHost:
             with self._session.log.pause():
                 yield tape
         finally:
+            tape.release()
             state.tape = self._window.tape = None
             state.close_losses()
             self._window.put_marks(window_before)

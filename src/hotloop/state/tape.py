@@ -65,13 +65,17 @@ class Tape(list[Callable[[], None]]):
         Raises:
             RuntimeError: it took gradients away that an update after each replay needs.
         """
-        self._guards.close()
+        self.release()
         waiting, self._gradients = self._gradients, []
         for p, gradient, optimizer in waiting:
             if p.grad is not gradient:
                 raise RuntimeError(
                     f"{_told(optimizer)}, and gradients are cleared before that: leave it to loop.update"
                 )
+
+    def release(self) -> None:
+        """Nothing is an error any more."""
+        self._guards.close()
 
 
 class _Guard(TorchDispatchMode):
@@ -96,4 +100,8 @@ def _told(optimizer: str) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    """Where its memory begins; one without any, or of several pieces, stands for itself."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)

@@ -1,13 +1,15 @@
 """Structures of tensors: every container keeps its type and what else it carries."""
 
 import dataclasses
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 
-from hotloop.nested import map_tensors, tensors_of
+from hotloop.nested import map_tensors, rebuilt, tensors_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -25,6 +27,73 @@ class Batch(dict):
     def __init__(self, *args, note="none", **kwargs):
         super().__init__(*args, **kwargs)
         self.note = note
+
+
+class Attributes(dict):
+    """A dict whose items are its attributes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Mirrored(dict):
+    """A dict whose items are attributes, too."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.__dict__.update(items)
+
+
+class Stored(Mapping):
+    """A mapping whose items lie in an attribute, with another beside it."""
+
+    def __init__(self, items, note="none"):
+        self.items_of_mine, self.note = dict(items), note
+
+    def __getitem__(self, key):
+        return self.items_of_mine[key]
+
+    def __iter__(self):
+        return iter(self.items_of_mine)
+
+    def __len__(self):
+        return len(self.items_of_mine)
+
+
+class Columns(MutableMapping):
+    """A mapping whose items lie in two lists, which a copy shares."""
+
+    def __init__(self, items=()):
+        self.names, self.columns = [], []
+        for name, column in dict(items).items():
+            self[name] = column
+
+    def __getitem__(self, key):
+        return self.columns[self.names.index(key)]
+
+    def __setitem__(self, key, value):
+        if key not in self.names:
+            self.names.append(key)
+            self.columns.append(None)
+        self.columns[self.names.index(key)] = value
+
+    def __delitem__(self, key):
+        self.columns.pop(self.names.index(key))
+        self.names.remove(key)
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+class Itself(Sample):
+    """A dataclass whose copy is the object itself."""
+
+    def __copy__(self):
+        return self
 
 
 def double(t):
@@ -66,3 +135,29 @@ def test_what_does_not_change_is_the_same_object():
     changed = map_tensors(structure, lambda t: t if t is structure["a"][0] else 2 * t)
     assert changed is not structure
     assert changed["a"] is structure["a"]
+
+
+@pytest.mark.parametrize("kind", [UserDict, Stored, Columns, Attributes, Mirrored])
+def test_a_mapping_is_built_anew_beside_the_one_given(kind):
+    one = torch.ones(1)
+    given = kind({"x": one, "n": 3})
+    out = map_tensors(given, double)
+    assert type(out) is kind
+    assert dict(out) == {"x": torch.tensor([2.0]), "n": 3}
+    assert given["x"] is one
+    if kind in (Attributes, Mirrored):
+        assert out.x is out["x"]
+        assert given.x is one
+
+
+def test_what_a_mapping_carries_beside_its_items_is_kept():
+    given = Stored({"x": torch.ones(1)}, note="mine")
+    assert map_tensors(given, double).note == "mine"
+
+
+def test_an_object_that_cannot_be_copied_is_an_error_and_stays_as_it_is():
+    one = torch.ones(1)
+    given = Itself(one, "n")
+    with pytest.raises(TypeError, match="the object itself"):
+        rebuilt(given, {"x": double(one)})
+    assert given.x is one

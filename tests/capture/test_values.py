@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hotloop.capture.fingerprint import Fingerprint
 from hotloop.capture.identities import Identities, alike
 from hotloop.errors import CaptureError
 
@@ -271,6 +272,30 @@ def test_an_object_made_where_another_was_is_another(filmed_loop):
 
     changes = {i: functools.partial(change, float(i)) for i in range(6, 60, 3)}
     follow(filmed_loop().capture(plain, mode="graph"), plain, changes, calls=60)
+
+
+def test_numbers_that_change_lead_nowhere_else(filmed_loop, monkeypatch):
+    """A mode switched to and fro finds its recordings by values alone: what is watched is walked through once each."""
+    walks = []
+    look = Fingerprint.__init__
+
+    def counted(self, *args, **kwargs):
+        walks.append(self)
+        look(self, *args, **kwargs)
+
+    monkeypatch.setattr(Fingerprint, "__init__", counted)
+    loop = filmed_loop()
+    net = nn.Dropout(0.0).eval()
+    net.scale = 2.0
+    net = loop.prepare(net)
+    step = loop.capture(lambda x: net(x) * net.scale, mode="graph")
+    for i in range(40):
+        net.train(i // 5 % 2 == 1)
+        net.scale = 2.0 + i // 5 % 2
+        assert torch.equal(step(torch.full((2,), i + 1.0)), torch.full((2,), (i + 1.0) * net.scale))
+    assert step.captures == 2
+    # one for each of the two states, and what is found again needs none
+    assert len(walks) == 2
 
 
 def test_an_object_that_comes_back_may_hold_other_values(filmed_loop):

@@ -218,7 +218,7 @@ class Fingerprint:
 
     def leads_elsewhere(self, old: list[Any], new: list[Any]) -> bool:
         """Whether values differ behind which others may be reached: what is watched has to be found again."""
-        return any(leads and not alike(a, b) for leads, a, b in zip(self._leads, old, new, strict=True))
+        return any(leads and _leads(a, b) for leads, a, b in zip(self._leads, old, new, strict=True))
 
     # -------------------------------------------------------------------------------------------- what is watched
 
@@ -281,6 +281,18 @@ def _told(name: str, attributes: bool, key: Any, a: dict[Any, Any], b: dict[Any,
     if isinstance(before, Mark) or isinstance(after, Mark):
         return f"the object {place!r}"
     return f"{place}: {before!r} -> {after!r}"
+
+
+def _leads(a: Any, b: Any) -> bool:
+    """Whether two values differ in more than numbers and names: `training` leads nowhere, another object may."""
+    if alike(a, b) or (isinstance(a, SCALARS) and isinstance(b, SCALARS)):
+        return False
+    if type(a) is type(b):
+        if isinstance(a, dict) and a.keys() == b.keys():
+            return any(_leads(a[key], b[key]) for key in a)
+        if isinstance(a, list | tuple) and len(a) == len(b):
+            return any(map(_leads, a, b))
+    return True
 
 
 def _lies_somewhere(tensor: torch.Tensor) -> bool:

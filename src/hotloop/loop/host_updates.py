@@ -51,7 +51,7 @@ class HostUpdates(Updates):
     def restart(self, counts: dict[str, int]) -> None:
         """See `Updates.restart`."""
         super().restart(counts)
-        self.refused, self._finite = False, True
+        self.refused = False
 
     def _step_plainly(self, closure: Callable[[], Any] | None = None) -> Any:
         result = self._step() if closure is None else self._step(closure)
@@ -67,7 +67,7 @@ class HostUpdates(Updates):
         check = torch._amp_foreach_non_finite_check_and_unscale_
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
-            if self.judged or closure is not None or self._special:
+            if self.judged or not self._finite or closure is not None or self._special:
                 return HostUpdates.step(self, closure)
             # held until after the step: the optimizer then meets the same Python objects instead of new ones
             gradients = [
@@ -112,7 +112,7 @@ class HostUpdates(Updates):
         if closure is not None:
             return self._step_with(closure)
         factor = 1.0 if window.plain else float(window.factor())
-        finite = self._finite
+        finite = self._finite or not state.watching
         if not self.judged:
             rest = self._remaining()
             if state.watching:
@@ -122,7 +122,6 @@ class HostUpdates(Updates):
         if state.watching:
             finite = finite and (state.losses_finite() if window.plain else not window.loss_bad)
         state.close_losses()
-        self._finite = True
         if not finite:
             self._refuse()
             return None
@@ -157,13 +156,30 @@ class HostUpdates(Updates):
         self._finish()
         self._on_bad(self)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d."""
+    def _forget_marks(self) -> None:
+        super()._forget_marks()
+        self._finite = True
+
+    def judge_later(self, total: torch.Tensor) -> None:
+        """See `Updates.judge_later`."""
+        value = total.item()
+        if value - value != 0.0:
+            self._finite = False
+
+    def clip(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        known: set[int] | None = None,
+    ) -> torch.Tensor:
+        """See `Updates.clip`."""
         listed = [p for p in parameters if p.grad is not None]
         gradients = self._gradients(listed)
         factor = 1.0 if self.window.plain else float(self.window.factor())
         if factor != 1.0:
-            fresh = self._gradients(p for p in listed if id(p) not in self._scaled)
+            true = self._scaled if known is None else known
+            fresh = self._gradients(p for p in listed if id(p) not in true)
             if fresh:
                 torch._foreach_mul_(fresh, factor)
             self._scaled.update(id(p) for p in listed)

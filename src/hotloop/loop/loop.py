@@ -284,11 +284,12 @@ class Loop:
         if not self._window.boundary:
             return total_norm(gradients_of(listed), norm_type)
         chosen = self._preparer.updates_for(listed)
-        total = chosen.clip(listed, float(max_norm), float(norm_type))
-        if len(self._updates) > 1:
-            for updates in self._updates:
-                if updates is not chosen:
-                    updates.note_clipped(listed, chosen)
+        if len(self._updates) == 1:
+            return chosen.clip(listed, float(max_norm), float(norm_type))
+        known = set().union(*(updates.scaled for updates in self._updates))
+        total = chosen.clip(listed, float(max_norm), float(norm_type), known)
+        for updates in (*(u for u in self._updates if u is not chosen), chosen):
+            updates.note_clipped(listed, chosen, total)
         return total
 
     def update(

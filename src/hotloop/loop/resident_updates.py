@@ -55,6 +55,7 @@ class ResidentUpdates(Updates):
         self._one_launch: OneLaunch | None = None
         self._looked = False
         self._coefficient: torch.Tensor | None = None
+        self._norms: list[torch.Tensor] = []
         self._tables: Tables | None = None
         self._after = after
 
@@ -83,7 +84,7 @@ class ResidentUpdates(Updates):
             )
         if not self.judged:
             factor = 1.0 if window.plain else window.factor()
-            state.judge(self.verdict, self._remaining(), factor)
+            state.judge(self.verdict, self._remaining(), factor, self._norms)
         state.close_losses()
         if state.tape is not None and not self.recordable():
             # the graph ends with the gradients; this optimizer steps eagerly after each replay
@@ -135,7 +136,7 @@ class ResidentUpdates(Updates):
         tape = self.state.tape
         if tape is None:
             if self.window.plain:
-                self._zero(set_to_none)
+                self._zero_plainly(set_to_none)
             else:
                 super().zero_grad(set_to_none)
         elif self.pending == 0:
@@ -158,25 +159,40 @@ class ResidentUpdates(Updates):
         self.pending = marks
         self.behind = False
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.
+    def _forget_marks(self) -> None:
+        super()._forget_marks()
+        self._norms = []
 
-        One pass measures them; unscaling, token factor and clipping are one further pass.
-        """
+    def judge_later(self, total: torch.Tensor) -> None:
+        """See `Updates.judge_later`."""
+        self._norms.append(total)
+
+    def clip(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        known: set[int] | None = None,
+    ) -> torch.Tensor:
+        """See `Updates.clip`. One pass measures; unscaling, token factor and clipping are one further pass."""
         listed = [p for p in parameters if p.grad is not None]
         gradients = self._gradients(listed)
         factor = 1.0 if self.window.plain else self.window.factor()
-        already = bool(self._scaled) and all(id(p) in self._scaled for p in listed)
         inverse = None
-        if not already and (
-            self.state.scale is not None or isinstance(factor, torch.Tensor) or factor != 1.0
-        ):
-            inverse = self.state.inverse(factor)
+        if self.state.scale is not None or isinstance(factor, torch.Tensor) or factor != 1.0:
+            true = self._scaled if known is None else known
+            fresh = [p for p in listed if id(p) not in true] if true else listed
+            if fresh:
+                inverse = self.state.inverse(factor)
+            if len(fresh) < len(listed) and inverse is not None:
+                # the rest is true already, and one norm is over both
+                torch._foreach_mul_(self._gradients(fresh), inverse)
+                inverse = None
             self._scaled.update(id(p) for p in listed)
         if gradients and norm_type == 2.0 and chosen() and gradients[0].device.type == "cuda":
             total = self._clip_by_kernel(gradients, max_norm, inverse)
         else:
-            total = total_norm(gradients, norm_type)
+            total = total_norm(gradients, norm_type) if gradients else self.state.nothing()
             if inverse is not None:
                 total = total * inverse
             coefficient = clip_coefficient(total, max_norm)
@@ -186,7 +202,10 @@ class ResidentUpdates(Updates):
                 torch._foreach_mul_(gradients, coefficient)
         if self._covers(listed):
             self.judged = True
-            self.state.judge_norm(self.verdict, total)
+            self.state.judge_norms(self.verdict, [total, *self._norms])
+        else:
+            # its factor is 0 or NaN if it is not finite, which the gradients then need not show
+            self._norms.append(total)
         return total
 
     def _clip_by_kernel(
@@ -207,7 +226,8 @@ class ResidentUpdates(Updates):
 
     def make_true(self) -> None:
         """Multiply the gradients by the window's factor now, so that `p.grad` is what the update will use."""
-        self.state.judge(self.verdict, self._remaining(), 1.0 if self.window.plain else self.window.factor())
+        factor = 1.0 if self.window.plain else self.window.factor()
+        self.state.judge(self.verdict, self._remaining(), factor, self._norms)
         self.judged = True
         self._scaled.update(id(p) for p in self.parameters())
 

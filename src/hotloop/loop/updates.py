@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -40,16 +41,16 @@ class Updates(ABC):
         self._scaled: set[int] = set()
         self._stepped_in = -1
         self._dense: bool | None = None
-        self._covered: tuple[tuple[int, int, int], bool] = ((-1, 0, 0), False)
         self._step: Callable[..., Any] = optimizer.step
         self._zero: Callable[..., None] = optimizer.zero_grad
         if getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
             self._zero = self._forget_gradients
+        self._zero_plainly = self._forgetting(self._zero)
 
     def install(self) -> None:
         """Let calls on the optimizer come here; pickling and deep copies of it do not carry this along."""
         self.optimizer.step = self.step  # type: ignore[method-assign]
-        self.optimizer.zero_grad = self._zero if self.window.plain else self.zero_grad  # type: ignore[method-assign]
+        self.optimizer.zero_grad = self._zero_plainly if self.window.plain else self.zero_grad  # type: ignore[method-assign]
         self.optimizer._hotloop_updates = self  # type: ignore[attr-defined]
         self.window.optimizers += 1
 
@@ -64,8 +65,21 @@ class Updates(ABC):
         """One update, or nothing inside a window."""
 
     @abstractmethod
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d."""
+    def clip(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        known: set[int] | None = None,
+    ) -> torch.Tensor:
+        """Make gradients of `parameters` true and clip them; returns their norm before clipping, 0-d.
+
+        `known` has the ids of parameters whose gradients are true already; None for those that this optimizer knows of.
+        """
+
+    @abstractmethod
+    def judge_later(self, total: torch.Tensor) -> None:
+        """Let the next update obey `total` too, a norm over gradients of which some are this optimizer's."""
 
     @abstractmethod
     def make_true(self) -> None:
@@ -84,6 +98,15 @@ class Updates(ABC):
             for p in group["params"]:
                 p.grad = None
 
+    def _forgetting(self, zero: Callable[..., None]) -> Callable[..., None]:
+        """`zero`, and what is known of the gradients that it clears goes with them."""
+
+        def clear(set_to_none: bool = True) -> None:
+            self._forget_marks()
+            zero(set_to_none)
+
+        return clear
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless some of the window now open are waiting in them.
 
@@ -96,21 +119,30 @@ class Updates(ABC):
         elif self.pending or (window.waiting and self._stepped_in != window.number):
             return
         self.pending = 0
-        self._zero(set_to_none)
+        self._zero_plainly(set_to_none)
 
-    def note_clipped(self, parameters: list[torch.Tensor], by: Updates) -> None:
-        """Another optimizer's clipping took some of this one's parameters along: they are true already."""
-        if by._scaled:
-            mine = {id(p) for p in self.parameters()}
-            self._scaled |= mine & {id(p) for p in parameters}
+    def note_clipped(self, parameters: list[torch.Tensor], by: Updates, total: torch.Tensor) -> None:
+        """A clipping `by` one optimizer took some of this one's parameters along: they are true, their norm `total`."""
+        mine = {id(p) for p in self.parameters()}
+        if by is self:
+            # whose step comes first forgets: what it knew of others' gradients would outlive them
+            self._scaled &= mine
+            return
+        self._scaled |= mine & by._scaled
+        if not mine.isdisjoint(map(id, parameters)):
+            self.judge_later(total)
+
+    @property
+    def scaled(self) -> set[int]:
+        """Ids of the parameters whose gradients are true already, where they have to be made so."""
+        return self._scaled
 
     def restart(self, counts: dict[str, int]) -> None:
         """Go on from counts that were saved; what belonged to a step in progress is forgotten."""
         for name, value in counts.items():
             if hasattr(self, name):
                 setattr(self, name, value)
-        self.judged = False
-        self._scaled = set()
+        self._forget_marks()
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the optimizer."""
@@ -136,12 +168,12 @@ class Updates(ABC):
         return found if self._dense else [as_real_dense(g) for g in found]
 
     def _covers(self, parameters: list[torch.Tensor]) -> bool:
-        """Whether `parameters` hold every gradient of this optimizer; remembered for the list last asked about."""
-        key = (len(parameters), id(parameters[0]), id(parameters[-1])) if parameters else (0, 0, 0)
-        if key != self._covered[0]:
-            mine = {id(p) for p in self.parameters() if p.grad is not None}
-            self._covered = (key, mine <= {id(p) for p in parameters})
-        return self._covered[1]
+        """Whether `parameters` hold every gradient of this optimizer."""
+        # never remembered: a layer that was not used at one step has a gradient at the next
+        mine = [p for p in self.parameters() if p.grad is not None]
+        if len(mine) == len(parameters) and all(map(operator.is_, mine, parameters)):
+            return True
+        return {id(p) for p in mine} <= {id(p) for p in parameters}
 
     def _finish(self) -> None:
         # torch's schedulers warn where they cannot see that the optimizer stepped first
@@ -153,6 +185,10 @@ class Updates(ABC):
 
     def _clear(self) -> None:
         self.pending = 0
+        self._forget_marks()
+
+    def _forget_marks(self) -> None:
+        """What clippings found out of the gradients is of no use any more."""
         self.judged = False
         if self._scaled:
             self._scaled = set()

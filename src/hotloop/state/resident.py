@@ -7,7 +7,7 @@ each update, which the host reads when it waits, as it must, for the update `run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,14 @@ class ResidentState:
         return self.probe
 
     def new_verdict(self) -> Verdict:
-        """The verdict for one more optimizer: shared by all where the first bad one stops all."""
+        """The verdict for one more optimizer: shared by all where nothing but the first bad one, for all, refuses."""
         self._optimizers += 1
         if self.scale is not None:
             self.scale.deferred = self._optimizers > 1
-        return Verdict(self.device) if self.nonfinite == "skip" else self._shared
+        if self.nonfinite == "skip" or (self.scale is not None and self._optimizers > 1):
+            # an overflow refuses the update of one optimizer, whatever becomes of the others
+            return Verdict(self.device)
+        return self._shared
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remember the loss of a micro-batch until the update that it leads to."""
@@ -113,42 +116,62 @@ class ResidentState:
             return self._one
         return torch.full((), factor, dtype=torch.float32, device=self.device)
 
-    def judge(self, verdict: Verdict, gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply `gradients` by their factor in place and set the verdict, in one pass over them."""
+    def nothing(self) -> torch.Tensor:
+        """The norm of no gradients: 0, float32 0-d."""
+        return torch.zeros((), dtype=torch.float32, device=self.device)
+
+    def judge(
+        self,
+        verdict: Verdict,
+        gradients: list[torch.Tensor],
+        factor: float | torch.Tensor,
+        norms: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Multiply `gradients` by their factor in place and set the verdict, in one pass over them.
+
+        `norms`, 0-d, are over further gradients, which are true already.
+        """
         inverse = self.inverse(factor)
         if not self.watching and self.scale is None:
             if inverse is not self._one and gradients:
                 torch._foreach_mul_(gradients, inverse)
             return
-        self._pronounce(verdict, gradients, inverse)
+        self._pronounce(verdict, gradients, inverse, list(norms))
 
-    def judge_norm(self, verdict: Verdict, total: torch.Tensor) -> None:
-        """Set the verdict from the total norm of gradients that are true already; no pass over them."""
+    def judge_norms(self, verdict: Verdict, norms: list[torch.Tensor]) -> None:
+        """Set the verdict from norms, 0-d, over gradients that are true already; no pass over those."""
         if self.watching or self.scale is not None:
-            self._pronounce(verdict, [total], self._one)
+            self._pronounce(verdict, [], self._one, norms)
 
-    def _pronounce(self, verdict: Verdict, tensors: list[torch.Tensor], inverse: torch.Tensor) -> None:
+    def _pronounce(
+        self, verdict: Verdict, tensors: list[torch.Tensor], inverse: torch.Tensor, norms: list[torch.Tensor]
+    ) -> None:
         check = torch._amp_foreach_non_finite_check_and_unscale_
         if self.scale is None:
             if self.nonfinite == "skip":
                 verdict.flags.zero_()
             # under "stop" the flag is never cleared: the first bad update refuses all later ones
             if inverse is self._one:
-                check(tensors + self._losses, verdict.refuse, inverse)
+                check(tensors + norms + self._losses, verdict.refuse, inverse)
                 return
-            for some, factor in ((tensors, inverse), (self._losses, self._one)):
+            for some, factor in ((tensors, inverse), (norms + self._losses, self._one)):
                 if some:
                     check(some, verdict.refuse, factor)
             return
         self._overflow.zero_()
-        if tensors:
-            check(tensors, self._overflow, inverse)
+        for some, factor in ((tensors, inverse), (norms, self._one)):
+            if some:
+                check(some, self._overflow, factor)
         if self.nonfinite != "stop":
             verdict.flags.zero_()
         if self.watching:
+            # under "stop" the first bad one stops all optimizers
+            bad = self._shared.bad if self.nonfinite == "stop" else verdict.bad
             if self._losses:
-                check(self._losses, verdict.bad, self._one)
-            self.scale.blame(self._overflow, verdict.bad)
+                check(self._losses, bad, self._one)
+            self.scale.blame(self._overflow, bad)
+            if bad is not verdict.bad:
+                verdict.bad.copy_(bad)
         torch.maximum(self._overflow, verdict.bad, out=verdict.refuse)
         self.scale.update(self._overflow)
 

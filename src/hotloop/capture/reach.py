@@ -145,7 +145,14 @@ class Reach:
         if depth and self._is_foreign(package):
             return
         self._add_code(code)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        if is_library(code.co_filename) and _package(package) != self._home:
+            # nobody gives a library's functions other defaults, or a decorator of its another function
+            held = [_cell_value(cell) for _, cell in cells if _cell_value(cell) is not _EMPTY]
+            for value in (*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self._follow(getattr(function, "__name__", "a function"), value, depth)
+            return
+        for name, cell in cells:
             self._add_value(name, functools.partial(_cell_value, cell), depth)
             if _cell_value(cell) is not _EMPTY:
                 self.places.add(_CELL, cell)
@@ -158,8 +165,6 @@ class Reach:
                 self._add_value(f"default {key}", functools.partial(function.__kwdefaults__.get, key), depth)
             self.places.add(_KEYWORD_DEFAULTS, function)
             self.places.add_all(function.__kwdefaults__)
-        if is_library(code.co_filename) and _package(package) != self._home:
-            return
         scope = function.__globals__
         for name in sorted(names_in(code).scope):
             if name in scope:
@@ -270,19 +275,21 @@ class Reach:
             if one is object or self._is_foreign(one.__module__) or not self._is_new(one):
                 continue
             members = vars(one)
+            read: list[str] = []
             for key, member in list(members.items()):
                 called = key.startswith("__") and key.endswith("__") and key not in _NO_OPERATORS
                 called = called or functions or key == "forward" or (made and key == "__init__")
                 if isinstance(member, SCALARS):
                     if key in self._values and not key.startswith("__"):
                         self._watch(f"{one.__name__}.{key}", functools.partial(members.get, key))
-                        self.places.add_key(key, members)
+                        read.append(key)
                 elif isinstance(member, CONTAINERS):
                     if key in self._all and not key.startswith("__"):
                         self._add_value(f"{one.__name__}.{key}", functools.partial(members.get, key), depth)
-                        self.places.add_key(key, members)
+                        read.append(key)
                 elif called or key in self._all:
                     self._add_function(_function_of(member), depth + 1)
+            self.places.add_keys(read, members)
 
     def _add_python_module(self, name: str, module: types.ModuleType, depth: int) -> None:
         """What the step may read of a module of the user's own."""

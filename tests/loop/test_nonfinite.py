@@ -186,6 +186,34 @@ def test_two_optimizers_are_judged_apart(make_loop, kind):
     assert loop.skipped == 1
 
 
+def test_momentum_of_a_parameter_that_learns_late_begins_at_zero_too(make_loop):
+    loop = make_loop("resident", nonfinite="skip")
+    model = nn.ParameterList([nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2)])
+    twin = copy.deepcopy(model)
+    model[1].requires_grad_(False)
+    ours = torch.optim.SGD(model, lr=0.1, momentum=0.9, fused=True)
+    theirs = torch.optim.SGD(twin, lr=0.1, momentum=0.9)
+    model, ours = loop.prepare(model, ours)
+    assert model[1] not in ours.state
+    for i in range(4):
+        model[1].requires_grad_(i >= 1)
+        loss = model[0].square().sum() + (model[1].square().sum() if i else 0.0)
+        loop.backward(loss * float("nan") if i == 1 else loss)
+        if i == 1:
+            assert model[1].grad.isnan().all()
+        ours.step()
+        ours.zero_grad()
+        if i != 1:
+            (twin[0].square().sum() + (twin[1].square().sum() if i else 0.0)).backward()
+            theirs.step()
+            theirs.zero_grad()
+    assert all(torch.allclose(p, q, rtol=1e-6) for p, q in zip(model, twin, strict=True))
+    assert all(
+        torch.allclose(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"], rtol=1e-6)
+        for p, q in zip(model, twin, strict=True)
+    )
+
+
 def test_fp16_scale_follows_torchs_grad_scaler(make_loop):
     """The scale on the device halves on overflow and recovers as GradScaler's does; an overflow is no fault."""
     loop = make_loop("resident", scaled=True, nonfinite="stop")

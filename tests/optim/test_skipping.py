@@ -97,6 +97,62 @@ def test_masked_steps_leave_no_trace(name, bad):
                 assert torch.equal(ours_state[key], value), key
 
 
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("bad", [{1}, {1, 2}, {2}])
+def test_a_parameter_that_learns_late_meets_a_refused_step_first(name, bad):
+    """Its state is made by a step whose gradient is NaN, and must not outlive it."""
+    ps, qs = [parameter(), parameter()], [parameter(), parameter()]
+    ours, theirs = OPTIMIZERS[name](ps[0]), OPTIMIZERS[name](qs[0])
+    if choose_route(ours, "stop") != "masked":
+        pytest.skip("counts its steps on the host")
+    for optimizer, late in ((ours, ps[1]), (theirs, qs[1])):
+        optimizer.add_param_group({"params": [late]})
+    masked = MaskedStep(ours, ours.step, "skip")
+    for i in range(5):
+        value = float("nan") if i in bad else 0.5 + i
+        for p in ps[: 1 + (i >= 1)]:
+            p.grad = torch.full((2,), value)
+        masked(torch.tensor(float(i in bad)))
+        if i not in bad:
+            for q in qs[: 1 + (i >= 1)]:
+                q.grad = torch.full((2,), value)
+            theirs.step()
+        assert all(torch.equal(p, q) for p, q in zip(ps, qs, strict=True))
+    for p, q in zip(ps, qs, strict=True):
+        assert ours.state[p].keys() == theirs.state[q].keys()
+        for key, value in theirs.state[q].items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(ours.state[p][key], value), key
+
+
+@pytest.mark.parametrize("bad", [{0}, {1}, {1, 3}])
+def test_state_that_each_step_makes_anew_is_selected_back(bad):
+    class Anew(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["mean"] = 0.5 * state.get("mean", torch.zeros_like(p)) + p.grad
+                # one longer with each step
+                state["past"] = torch.cat([state.get("past", p.new_zeros(0)), p.grad.sum()[None]])
+                p.sub_(state["mean"] + state["past"].sum())
+
+    p, q = parameter(), parameter()
+    ours, theirs = Anew([p]), Anew([q])
+    masked = MaskedStep(ours, ours.step, "skip")
+    for i in range(5):
+        value = float("nan") if i in bad else 0.5 + i
+        p.grad = torch.full((2,), value)
+        masked(torch.tensor(float(i in bad)))
+        if i not in bad:
+            q.grad = torch.full((2,), value)
+            theirs.step()
+        assert torch.equal(p, q)
+    assert all(torch.equal(ours.state[p][key], theirs.state[q][key]) for key in ("mean", "past"))
+
+
 def test_an_optimizer_that_shows_its_host_state_late_is_an_error_for_skip():
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
@@ -109,6 +165,11 @@ def test_an_optimizer_that_shows_its_host_state_late_is_an_error_for_skip():
     p.grad = torch.ones(2)
     with pytest.raises(hotloop.HotloopError, match=r"Counting cannot skip.*'count' is a Python number"):
         masked(torch.tensor(0.0))
+    # fp16 skips its overflows whatever else was asked for
+    optimizer = Counting([p], lr=0.1)
+    with pytest.raises(hotloop.HotloopError, match=r"Counting cannot skip.*'count' is a Python number"):
+        MaskedStep(optimizer, optimizer.step, "stop", scaled=True)(torch.tensor(0.0))
+    MaskedStep(optimizer, optimizer.step, "stop")(torch.tensor(0.0))
 
 
 def test_fused_is_preferred_only_where_the_user_left_it_open():

@@ -15,7 +15,7 @@ from hotloop.loop.updates import Updates
 from hotloop.loop.window import Window
 from hotloop.optim.gradients import clip_coefficient, total_norm
 from hotloop.optim.one_launch import OneLaunch
-from hotloop.optim.skipping import MaskedStep, choose_route, takes_device_rate
+from hotloop.optim.skipping import MaskedStep, choose_route, make_momentum_buffers, takes_device_rate
 from hotloop.stalls import LISTENERS, mark_step
 from hotloop.state.resident import ResidentState
 
@@ -51,7 +51,9 @@ class ResidentUpdates(Updates):
         self.host_schedule = False
         self.watching = state.watching or state.scale is not None
         self.route = choose_route(optimizer, state.nonfinite, scaled=state.scale is not None)
-        self._masked = MaskedStep(optimizer, self._step, state.nonfinite) if self.route == "masked" else None
+        self._masked: MaskedStep | None = None
+        if self.route == "masked":
+            self._masked = MaskedStep(optimizer, self._step, state.nonfinite, scaled=state.scale is not None)
         self._one_launch: OneLaunch | None = None
         self._looked = False
         self._coefficient: torch.Tensor | None = None
@@ -119,7 +121,12 @@ class ResidentUpdates(Updates):
             torch._foreach_mul_(self._gradients(self.parameters()), coefficient)
         if kernel is not None:
             return kernel(coefficient, self.verdict.refuse if self.watching else None)
-        return self._masked(self.verdict.refuse) if self._masked is not None else self._step()
+        if self._masked is not None:
+            return self._masked(self.verdict.refuse)
+        if self.route == "fused":
+            # parameters that learn from now on, and groups added late
+            make_momentum_buffers(self.optimizer)
+        return self._step()
 
     def _kernel(self) -> OneLaunch | None:
         """Hotloop's own kernel for the next step, where kernels are chosen and this optimizer's step is one."""

@@ -16,7 +16,14 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hotloop.errors import OptimizerError
 from hotloop.optim.masters import masters_of
 
-__all__ = ["MaskedStep", "choose_route", "device_settings", "prefer_fused", "takes_device_rate"]
+__all__ = [
+    "MaskedStep",
+    "choose_route",
+    "device_settings",
+    "make_momentum_buffers",
+    "prefer_fused",
+    "takes_device_rate",
+]
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -59,7 +66,7 @@ def choose_route(optimizer: Optimizer, nonfinite: str, *, scaled: bool = False) 
         group.get("fused", True) for group in optimizer.param_groups
     )
     if fused and not any(group.get("dampening") for group in optimizer.param_groups):
-        _make_momentum_buffers(optimizer)
+        make_momentum_buffers(optimizer)
         return "fused"
     reason = _why_not_masked(optimizer)
     if reason is None:
@@ -89,8 +96,8 @@ def takes_device_rate(optimizer: Optimizer) -> bool:
     return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
-def _make_momentum_buffers(optimizer: Optimizer) -> None:
-    """Zero momentum buffers before the first step: m * 0 + g equals torch's first-step copy of g."""
+def make_momentum_buffers(optimizer: Optimizer) -> None:
+    """Zero momentum buffers before a first step of torch's SGD: m * 0 + g equals its first-step copy of g."""
     if not isinstance(optimizer, SGD):
         return
     masters = masters_of(optimizer)
@@ -98,7 +105,7 @@ def _make_momentum_buffers(optimizer: Optimizer) -> None:
         if not group["momentum"]:
             continue
         for p in group["params"]:
-            if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+            if (p.requires_grad or p.grad is not None) and optimizer.state[p].get("momentum_buffer") is None:
                 master = None if masters is None else masters.get(p)
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p if master is None else master)
 
@@ -128,23 +135,32 @@ class MaskedStep:
     """Runs an optimizer's step and selects the old state back where a device flag says so.
 
     Costs a copy of parameters and optimizer state in memory, and reading and writing both once more per step.
-    The first step is made under a flag that the host reads, since state does not exist before it.
+    A step that makes state, as the first one of each parameter does, is made under a flag that the host reads: what
+    was not there before cannot be selected back.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[], Any], nonfinite: str) -> None:
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[[], Any], nonfinite: str, *, scaled: bool = False
+    ) -> None:
         self._optimizer = optimizer
         self._step = step
-        self._nonfinite = nonfinite
+        self._skips = nonfinite == "skip" or scaled
         self._saved: list[torch.Tensor] = []
         self._started = bool(optimizer.state)
 
     def __call__(self, refuse: torch.Tensor) -> Any:
-        """Make the step unless `refuse` (float32 0-d, 0. or 1.) is set."""
-        if not self._started:
-            return self._start(refuse)
-        live = self._live()
+        """Make the step unless `refuse` (float32 0-d, 0. or 1.) is set.
+
+        Raises:
+            OptimizerError: the step shows that it keeps state where no flag on the device reaches it.
+        """
+        if not self._started and refuse.item() != 0.0:
+            return None
+        self._started = True
+        held = {p: dict(entries) for p, entries in self._optimizer.state.items()}
+        live = self._live(held)
         if len(self._saved) != len(live) or any(
-            s.shape != t.shape for s, t in zip(self._saved, live, strict=True)
+            s.shape != t.shape or s.dtype != t.dtype for s, t in zip(self._saved, live, strict=True)
         ):
             self._saved = [torch.empty_like(t) for t in live]
         if live:
@@ -154,29 +170,61 @@ class MaskedStep:
         for saved, tensor in zip(self._saved, live, strict=True):
             # where, not a product: NaN times zero would still be NaN
             torch.where(flag, saved, tensor, out=tensor)
+        if self._select_replaced(held, flag):
+            self._settle_made(held, refuse)
         return result
 
-    def _start(self, refuse: torch.Tensor) -> Any:
-        if refuse.item() != 0.0:
-            return None
-        result = self._step()
-        self._started = True
-        reason = _why_not_masked(self._optimizer)
-        if reason is not None and self._nonfinite == "skip":
-            raise OptimizerError(
-                f"{type(self._optimizer).__name__} cannot skip an update on the device: {reason}; use an optimizer "
-                'whose state lies on the device, or nonfinite="stop"'
-            )
-        return result
-
-    def _live(self) -> list[torch.Tensor]:
+    def _live(self, held: dict[Any, dict[str, Any]]) -> list[torch.Tensor]:
         tensors = [
             p.detach()
             for group in self._optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
         ]
-        for state in self._optimizer.state.values():
-            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        for entries in held.values():
+            tensors += [v for v in entries.values() if isinstance(v, torch.Tensor)]
         masters = masters_of(self._optimizer)
         return tensors if masters is None else tensors + masters.tensors()
+
+    def _select_replaced(self, held: dict[Any, dict[str, Any]], flag: torch.Tensor) -> bool:
+        """Select back in tensors that the step has put in the place of others; True if it has made further ones."""
+        made = False
+        for p, entries in self._optimizer.state.items():
+            before = held.get(p, {})
+            for name, value in entries.items():
+                old = before.get(name)
+                if old is value and name in before:
+                    continue
+                if not isinstance(old, torch.Tensor) or not isinstance(value, torch.Tensor):
+                    made = made or name not in before
+                elif old.shape == value.shape:
+                    # by now the old one is again what it was, where that matters
+                    entries[name] = torch.where(flag, old.to(value.dtype), value)
+                else:
+                    made = True
+        return made
+
+    def _settle_made(self, held: dict[Any, dict[str, Any]], refuse: torch.Tensor) -> None:
+        """Forget state that a refused step has made; waits for the device."""
+        reason = _why_not_masked(self._optimizer)
+        if reason is not None and self._skips:
+            raise OptimizerError(
+                f"{type(self._optimizer).__name__} cannot skip an update on the device: {reason}; use an optimizer "
+                'whose state lies on the device, or nonfinite="stop"'
+            )
+        if refuse.item() == 0.0:
+            return
+        state = self._optimizer.state
+        for p in list(state):
+            if p not in held:
+                del state[p]
+                continue
+            entries, before = state[p], held[p]
+            for name in [n for n in entries if n not in before]:
+                del entries[name]
+            # tensors that were replaced by such of another shape
+            entries.update({n: v for n, v in before.items() if _shape(v) != _shape(entries[n])})
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)

@@ -79,6 +79,22 @@ def test_batches_cover_an_epoch_once():
     assert not torch.equal(torch.cat([b[1] for b in loader]), seen)
 
 
+def test_fewer_samples_than_any_batch_are_an_error_where_they_are_dropped():
+    x = torch.arange(5.0)
+    with pytest.raises(DataError, match="5 samples are fewer than a batch of 6"):
+        ResidentLoader(x, 6, drop_last=True)
+    assert [len(b) for b in ResidentLoader(x, 6)] == [5]
+    assert [len(b) for b in ResidentLoader(x, 5, drop_last=True)] == [5]
+    # batches of small images are larger: the smallest of all sizes counts
+    small = ResidentImages(images()[:5], torch.arange(5), Augment())
+    ramp = Resizing([(1, 4), (1, 8)], batch_size=5)
+    assert ramp.stages[0].batch_size > 5
+    loader = ResidentLoader(small, resizing=ramp, drop_last=True)
+    assert [[len(y) for _, y in loader] for _ in range(2)] == [[], [5]]
+    with pytest.raises(DataError, match="5 samples are fewer than a batch of 6"):
+        ResidentLoader(small, resizing=Resizing([(1, 4), (1, 8)], batch_size=6), drop_last=True)
+
+
 def test_a_position_is_resumed_to_the_bit_with_another_batch_size():
     source = ResidentImages(images(), torch.arange(30), Augment(translate=2, flip="alternating", cutout=3))
     whole = ResidentLoader(source, 5, seed=3)

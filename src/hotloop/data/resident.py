@@ -92,8 +92,8 @@ class ResidentLoader:
         stage: the stage of the batch handed out last.
 
     Raises:
-        DataError: neither or both of `batch_size` and `resizing`, numbers that are not whole, or a source without
-            samples.
+        DataError: neither or both of `batch_size` and `resizing`, numbers that are not whole, a source without
+            samples, or with `drop_last` one with fewer than the smallest batch holds.
     """
 
     def __init__(
@@ -126,6 +126,13 @@ class ResidentLoader:
             raise DataError(f"batch_size={batch_size} must be at least 1")
         if not len(source):
             raise DataError(f"the {type(source).__name__} has no samples")
+        batches = [batch_size] if resizing is None else [stage.batch_size for stage in resizing.stages]
+        least = min(size for size in batches if size is not None)
+        if drop_last and len(source) < least:
+            raise DataError(
+                f"{len(source)} samples are fewer than a batch of {least}, and drop_last=True leaves them out: no "
+                "batch would ever come"
+            )
         self.source: ResidentSource = source
         self.batch_size = batch_size if batch_size is not None else 0
         self.shuffle = shuffle

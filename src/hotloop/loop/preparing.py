@@ -247,10 +247,22 @@ class Preparer:
         )
         if loader.unserved:
             self._say(loader.unserved)
+        self._say_if_empty(loader)
         loader.before_batch = functools.partial(self._before_batch, loader)
         self._window.watch(loader)
         self.registry.loaders.append(loader)
         return loader
+
+    def _say_if_empty(self, loader: Loader) -> None:
+        try:
+            steps = len(loader)
+        except (TypeError, NotImplementedError):  # a stream, which cannot tell
+            return
+        if steps:
+            return
+        dropped = getattr(loader.source, "drop_last", False)
+        why = ": its samples are fewer than a batch, and drop_last=True leaves them out" if dropped else ""
+        self._say(f"loader {len(self.registry.loaders) + 1} has no batches{why}")
 
     def updates_for(self, parameters: list[torch.Tensor]) -> HostUpdates | ResidentUpdates:
         """The updates of the first optimizer that holds one of `parameters`.

@@ -44,6 +44,8 @@ def main() -> None:
     for name, value in {"epochs": 3, "batch": 16, "context": 32, "width": 256, "layers": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
+    if args.width % 32:
+        parser.error(f"--width {args.width}: heads are 32 wide, so it has to be a multiple of 32")
     letters = sorted(set(text := args.text.read_text()))
     tokens = torch.tensor([letters.index(letter) for letter in text])
     parts = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]

@@ -20,6 +20,63 @@ def test_a_tracker_that_is_none_is_refused_at_once():
         hotloop.Loop(record=False, device="cpu", trackers=["tensorboard"])
 
 
+@pytest.mark.parametrize("given", ["tensorboard", 3])
+def test_a_tracker_that_is_none_is_named_whole(given):
+    with pytest.raises(hotloop.HotloopError, match=f"trackers={given!r} is no tracker"):
+        hotloop.Loop(record=False, device="cpu", trackers=given)
+
+
+def test_a_loader_without_batches_is_told(make_loop, capsys):
+    loop = make_loop()
+    data = TensorDataset(torch.zeros(5, 1))
+    loop.prepare(DataLoader(data, batch_size=5, drop_last=True), DataLoader(data, batch_size=6))
+    assert "no batches" not in capsys.readouterr().err
+    loop.prepare(DataLoader(data, batch_size=6, drop_last=True), DataLoader(data, batch_sampler=[]))
+    assert [line for line in capsys.readouterr().err.splitlines() if "no batches" in line] == [
+        "hotloop: loader 3 has no batches: its samples are fewer than a batch, and drop_last=True leaves them out",
+        "hotloop: loader 4 has no batches",
+    ]
+
+
+@pytest.mark.parametrize("course", ["epochs", "steps"])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_optimizer_that_was_not_prepared_is_told(make_loop, capsys, course, prepared):
+    loop = make_loop()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, loader = loop.prepare(model, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2))
+    if prepared:
+        loop.prepare(optimizer)
+    for _ in getattr(loop, course)(1):
+        for (x,) in loader:
+            loop.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loop.updates == (2 if prepared else 0)
+    assert ("no optimizer was given to prepare" in capsys.readouterr().err) is not prepared
+
+
+def test_evaluation_alone_needs_no_optimizer(make_loop, capsys):
+    loop = make_loop()
+    model, loader = loop.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2))
+    for _ in loop.epochs(1):
+        with torch.no_grad():
+            for (x,) in loader:
+                loop.mean("value", model(x))
+    assert loop.mean("value") == pytest.approx(model(torch.ones(1, 1)).item())
+    assert "no optimizer" not in capsys.readouterr().err
+
+
+def test_epochs_that_are_done_are_counted_in_words(make_loop, capsys):
+    loop = make_loop()
+    assert [list(loop.epochs(n)) for n in (1, 1, 2, 2)] == [[0], [], [1], []]
+    said = [line for line in capsys.readouterr().err.splitlines() if "none is left" in line]
+    assert said == [
+        "hotloop: epochs(1): 1 epoch is done already, none is left to do",
+        "hotloop: epochs(2): 2 epochs are done already, none is left to do",
+    ]
+
+
 def test_a_single_tracker_needs_no_list(make_loop):
     rows = []
 

@@ -73,9 +73,8 @@ class Course:
     def epochs(self, n: int) -> Iterator[int]:
         """See `Loop.epochs`."""
         if self._first_epoch >= n > 0:
-            self._session.notes.say(
-                f"epochs({n}): {self._first_epoch} epochs are done already, none is left to do"
-            )
+            done = f"{self._first_epoch} epoch{' is' if self._first_epoch == 1 else 's are'}"
+            self._session.notes.say(f"epochs({n}): {done} done already, none is left to do")
         with self._under_way():
             self._show_totals(n)
             for epoch in range(self._first_epoch, n):
@@ -83,6 +82,7 @@ class Course:
                 self._at_start = self._marks()
                 yield epoch
                 self._first_epoch, self._at_start = epoch + 1, None
+                self._say_if_untracked()
                 self._show_totals(n)
                 self._honour_signal()
             self._faults.settle()
@@ -98,7 +98,18 @@ class Course:
                 yield self._updates() + idle
                 idle += before == (self._updates(), self._pending())
                 self._honour_signal()
+            self._say_if_untracked()
             self._faults.settle()
+
+    def _say_if_untracked(self) -> None:
+        """Tell of batches that trained a prepared module whose optimizer was not prepared."""
+        prepared = self.preparer.registry
+        if prepared.optimizers or not any(loader.with_grad and loader.handed_out for loader in self._loaders):
+            return
+        if any(p.requires_grad for module in prepared.modules for p in module.parameters()):
+            self._session.notes.say(
+                "no optimizer was given to prepare: its updates are not counted, guarded or saved"
+            )
 
     def remaining(self) -> int | None:
         """Updates still to come in the `epochs` or `steps` under way; None if that is not known."""

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,8 @@ def sinks_of(trackers: Sequence[Sink] | Sink) -> list[Sink]:
     Raises:
         SettingError: one of them is none.
     """
-    sinks: list[Any] = [trackers] if hasattr(trackers, "write_rows") else list(trackers)
+    one = hasattr(trackers, "write_rows") or not isinstance(trackers, Iterable) or isinstance(trackers, str)
+    sinks: list[Any] = [trackers] if one else list(trackers)  # type: ignore[arg-type]
     for tracker in sinks:
         if not hasattr(tracker, "write_rows") or not hasattr(tracker, "close"):
             raise SettingError(

@@ -41,6 +41,10 @@ def test_an_unknown_verb_suggests_the_nearest(capsys: pytest.CaptureFixture[str]
     assert main(["lanuch", "train.py"]) == 2
     err = capsys.readouterr().err
     assert "'lanuch'; did you mean 'launch'?" in err
+    assert main(["frobnicate"]) == 2
+    err = capsys.readouterr().err
+    assert "did you mean" not in err
+    assert "There are: launch, doctor" in err
     assert err.count("\n") == 1
 
 

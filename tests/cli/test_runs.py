@@ -51,6 +51,30 @@ def test_show_tells_what_is_in_the_record(name: str, base: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["config"] == {"lr": 1.0}
 
 
+def test_settings_are_shown_with_where_they_came_from_and_without_those_that_are_unset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "values": {"precision": "auto", "accumulation": 2, "seed": None},
+        "sources": {"precision": "argument", "accumulation": "HOTLOOP_ACCUMULATION", "seed": "default"},
+        "in_force": {"precision": {"name": "bf16", "weights": "fp32"}},
+    }
+    Record.start(tmp_path / "run-1", settings=settings, script=__file__).finish("finished")
+    assert main(["runs", "show", "last", "--base", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ", 1)[1].strip() for line in lines if line.startswith("setting")] == [
+        'precision = auto (argument), which is bf16, weights = "fp32"',
+        "accumulation = 2 (HOTLOOP_ACCUMULATION)",
+    ]
+    assert main(["runs", "show", "last", "--base", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == settings
+
+
+def test_where_nothing_ran_there_is_no_last_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "show", "last", "--base", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"hotloop: there are no runs in {tmp_path}")
+
+
 def test_a_folder_names_a_run_wherever_it_is(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "show", str(base / "run-1")]) == 0
     assert "finished" in capsys.readouterr().out

@@ -69,7 +69,7 @@ def _help() -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     meant = f"; did you mean {near[0]!r}?" if near else "."
     return f"{meant} There are: {', '.join(known)}"
 

@@ -97,7 +97,7 @@ def _run(arguments: list[str]) -> int:
     if options.module is not None or script:
         return _watch(options, rest) if options.processes is None else _launch(options, own, rest)
     if not rest:
-        parser.error("there is no TRACE to read")
+        parser.error("name a trace, a run or a script")
     from hotloop.doctor import report
 
     facts = report.load_report(rest[0])

@@ -86,6 +86,8 @@ def find_run(name: str, base: str | None) -> Path:
         return fitting[0].folder
     if fitting:
         raise HotloopError(f"{name} fits {len(fitting)} runs: {', '.join(run.name for run in fitting[-8:])}")
+    if not runs:
+        raise HotloopError(f"there are no runs in {runs_folder(base)}; --base names another folder")
     raise HotloopError(
         f"there is no run {name} in {runs_folder(base)}; `hotloop runs list` shows those there are"
     )
@@ -123,12 +125,12 @@ def format_run(run: Run) -> str:
         ("processes", (fields.get("ranks") or {}).get("world")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    for title in ("settings", "config"):
-        value = fields.get(title)
-        if isinstance(value, dict):
-            rows += [(title, f"{name} = {json.dumps(item)}") for name, item in value.items()]
-        else:
-            rows.append((title, value))
+    rows += [("setting", line) for line in _settings(fields.get("settings"))]
+    config = fields.get("config")
+    if isinstance(config, dict):
+        rows += [("config", f"{name} = {json.dumps(item)}") for name, item in config.items()]
+    else:
+        rows.append(("config", config))
     rows += [("note", note.get("text")) for note in fields.get("notes", [])]
     rows += [("agreement", line) for table in fields.get("agreement", []) for line in _agreement(table)]
     metrics = run.metrics()
@@ -143,6 +145,25 @@ def format_run(run: Run) -> str:
     shown = [(name, str(value)) for name, value in rows if value not in (None, "", "-")]
     width = max(len(name) for name, _ in shown)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in shown)
+
+
+def _settings(settings: Any) -> list[str]:
+    """One line for each setting that has a value, and where it came from; a precision with its options."""
+    if not isinstance(settings, dict):
+        return []
+    values, sources = settings.get("values") or {}, settings.get("sources") or {}
+    options = dict((settings.get("in_force") or {}).get("precision") or {})
+    computed = options.pop("name", None)
+    lines = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        text = f"{name} = {value if isinstance(value, str) else json.dumps(value)} ({sources.get(name, 'unknown')})"
+        if name == "precision":
+            text += f", which is {computed}" if computed not in (None, value) else ""
+            text += "".join(f", {option} = {json.dumps(item)}" for option, item in options.items())
+        lines.append(text)
+    return lines
 
 
 def _agreement(table: dict[str, Any]) -> list[str]:

@@ -45,7 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-m", "--module", metavar="MODULE", help="tune a module, as `python -m` runs it")
     add(
-        "--budget", default="10m", metavar="TIME", help="time to spend, such as 90s, 10m or 1h (default: 10m)"
+        "--budget",
+        default="10m",
+        metavar="TIME",
+        help="time to spend, such as 90s, 10m or 1h (default: 10m); a comparison under way is finished",
     )
     add("--exact", action="store_true", help="keep only what is bitwise equal to the script as it is")
     add("--seeds", type=int, default=3, metavar="K", help="further seeds of the reference (default: 3)")

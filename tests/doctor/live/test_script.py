@@ -45,6 +45,7 @@ def test_output_status_and_results_are_the_scripts_own(script: Path) -> None:
     assert watched.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
     assert "__main__ ['40', '--json']" in watched.stdout
     assert "No device took part: this is a recording of the CPU alone." in watched.stderr
+    assert "hotloop doctor --virtual-gpu" in watched.stderr
     assert "steady steps" in watched.stderr
     assert "USDT:" not in watched.stderr
 

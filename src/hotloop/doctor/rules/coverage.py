@@ -125,11 +125,15 @@ def _without_work(case: Case) -> Finding:
             ],
             "",
         )
-    evidence = [f"{len(ops)} operators"]
+    evidence = [f"{len(ops):,} operators"]
     loading = timeline.loader.clipped(*timeline.window).total
     if loading > 0.1 * timeline.window_us > 0.0:
         evidence.append(f"{loading / timeline.window_us:.0%} of the time goes by in the data loader")
-    return _note("No device took part: this is a recording of the CPU alone.", evidence, "")
+    return _note(
+        "No device took part: this is a recording of the CPU alone.",
+        evidence,
+        "`hotloop doctor --virtual-gpu SCRIPT.py` lists the lines that would make a GPU wait",
+    )
 
 
 def _note(title: str, evidence: list[str], fix: str) -> Finding:

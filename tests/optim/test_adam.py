@@ -12,6 +12,7 @@ from hotloop.optim import Adam, AdamW
 from hotloop.optim import adam as adam_module
 
 SETTINGS = {
+    "no eps": {"eps": 0.0},
     "plain": {},
     "decay": {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6},
     "amsgrad": {"amsgrad": True},

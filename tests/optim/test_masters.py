@@ -231,3 +231,79 @@ def test_fp32_and_bf16_parameters_in_one_group():
             master = masters_of(optimizer).get(w)
             assert torch.equal(w if master is None else master, expected)
             assert torch.equal(w, expected.to(w.dtype))
+
+
+@pytest.mark.parametrize("name", sorted(ANY))
+@pytest.mark.parametrize("narrow_before", [False, True])
+def test_masters_begin_after_steps_that_were_made_without(name, narrow_before):
+    """Weights that become 16 bits wide in the middle, or a `master=False` that was taken back."""
+    wide = [w.detach().float() for w in make_weights()]
+    weights = [nn.Parameter(w.bfloat16() if narrow_before else w.clone()) for w in wide]
+    optimizer = ANY[name](weights)
+    for group in optimizer.param_groups:
+        if "master" in group:
+            group["master"] = False
+    train(optimizer, weights, range(3))
+    reference = [nn.Parameter(w.detach().float()) for w in weights]
+    twin = ANY[name](reference)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert masters_of(twin) is None
+    values = {w: w.detach().clone() for w in weights}
+    for w in weights:
+        w.grad = None
+        w.data = w.data.bfloat16()
+    add_masters(optimizer, values)
+    assert_all_equal(masters(optimizer, weights), [v.float() for v in values.values()])
+    train(optimizer, weights, range(3, 6))
+    for step in range(3, 6):
+        generator = torch.Generator().manual_seed(step)
+        for w in reference:
+            w.grad = torch.randn(w.shape, generator=generator).bfloat16().float()
+        twin.step()
+    assert_all_equal(masters(optimizer, weights), [w.detach() for w in reference])
+    assert_all_equal([w.detach() for w in weights], [w.detach().bfloat16() for w in reference])
+
+
+class Interrupted(torch.optim.SGD):
+    interrupt = False
+
+    def step(self, closure=None):
+        if self.interrupt:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_step_that_raises_leaves_the_parameters_in_their_place(prepared):
+    weights = make_weights()
+    optimizer = add_masters(Interrupted(weights, lr=0.1, momentum=0.9))
+    if prepared:
+        loop = hotloop.Loop(device="cpu", record=False)
+        optimizer = loop.prepare(optimizer)
+    train(optimizer, weights, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        train(optimizer, weights, [2])
+    optimizer.interrupt = False
+    after = optimizer.state_dict()
+    for number, entries in before["state"].items():
+        assert entries.keys() == after["state"][number].keys()
+        assert_all_equal(entries.values(), [after["state"][number][name] for name in entries])
+    optimizer.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        train(optimizer, weights, [2])
+    optimizer.interrupt = False
+    optimizer.zero_grad()
+    assert all(w.grad is None for w in weights)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], weights, strict=True))
+    optimizer.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        train(optimizer, weights, [2])
+    optimizer.interrupt = False
+    optimizer.load_state_dict(before)
+    train(optimizer, weights, [2])
+    others = make_weights()
+    whole = add_masters(Interrupted(others, lr=0.1, momentum=0.9))
+    train(whole, others, range(3))
+    assert_all_equal(masters(optimizer, weights), masters(whole, others))

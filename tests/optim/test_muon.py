@@ -316,6 +316,15 @@ def test_matrices_of_whole_tiles_go_by_gram_matrices(monkeypatch):
         assert (w.double() - e).norm() < 0.01 * (e - begun.double()).norm()
 
 
+def test_matrices_of_no_elements_are_left_alone():
+    weights = make_weights() + [nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in [(0, 3), (3, 0)]]
+    optimizer = Muon(weights, lr=0.1)
+    train(optimizer, weights, range(3))
+    others = make_weights()
+    train(Muon(others, lr=0.1), others, range(3))
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=False))
+
+
 def test_loading_a_state_leaves_the_settings_of_the_groups_as_they_were():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
     optimizer = Muon(split_matrices(net), lr=0.02)

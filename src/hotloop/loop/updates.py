@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hotloop.loop.buffers import BufferKeeper
 from hotloop.loop.window import Window
 from hotloop.optim.gradients import as_real_dense
+from hotloop.optim.masters import clears_as_torch
 
 if TYPE_CHECKING:
     from hotloop.loop.host_updates import HostUpdates
@@ -43,7 +44,7 @@ class Updates(ABC):
         self._dense: bool | None = None
         self._step: Callable[..., Any] = optimizer.step
         self._zero: Callable[..., None] = optimizer.zero_grad
-        if getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
+        if clears_as_torch(optimizer):
             self._zero = self._forget_gradients
         self._zero_plainly = self._forgetting(self._zero)
 
@@ -103,6 +104,9 @@ class Updates(ABC):
 
         def clear(set_to_none: bool = True) -> None:
             self._forget_marks()
+            pairs = self.optimizer.__dict__.get("_hotloop_masters")
+            if pairs is not None:
+                pairs.put_back(self.optimizer)
             zero(set_to_none)
 
         return clear

@@ -248,7 +248,8 @@ def _update_on_device(batch: Batch, group: dict[str, Any], decoupled: bool) -> N
     torch._foreach_addcmul_(squares, torch._foreach_mul(gradients, to_dtype(1 - beta2, dtype)), gradients)
     roots = _roots(batch, group)
     torch._foreach_div_(roots, to_dtype((1 - beta2**count).sqrt(), dtype))
-    torch._foreach_add_(roots, group["eps"])
+    # refused before there is any state, and without eps, it would be 0 / 0
+    torch._foreach_add_(roots, group["eps"] or to_dtype(batch.gate(0.0, 1.0), dtype))
     updates = torch._foreach_div(means, roots)
     torch._foreach_mul_(updates, to_dtype(batch.gate(-(lr / (1 - beta1**count)), 0.0), dtype))
     torch._foreach_add_(weights, updates)

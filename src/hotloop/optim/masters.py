@@ -6,7 +6,9 @@ the parameter is rewritten from it at each update, as in Micikevicius et al. (20
 
 from __future__ import annotations
 
+import functools
 import operator
+import weakref
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -17,7 +19,16 @@ from torch.optim import Optimizer
 
 from hotloop.errors import OptimizerError
 
-__all__ = ["MasterPairs", "add_masters", "is_sixteen_bit", "keep_precision", "masters_of", "new_master"]
+__all__ = [
+    "MasterPairs",
+    "add_masters",
+    "clears_as_torch",
+    "is_sixteen_bit",
+    "keep_precision",
+    "masters_of",
+    "new_master",
+    "widen_state",
+]
 
 _VERSION = operator.attrgetter("_version")
 
@@ -67,7 +78,8 @@ class MasterPairs:
     def refresh(self) -> None:
         """Where a parameter is not its master rounded, somebody set it: the master takes its value.
 
-        Looks at torch's version counters only, unless one has moved since the last write; never waits.
+        Looks at torch's version counters only, unless one has moved since the last write; never waits. Writing through
+        `.data` moves none.
         """
         versions = list(map(_VERSION, self._lists()[0]))
         if versions == self._versions:
@@ -85,6 +97,9 @@ class MasterPairs:
                 torch._foreach_copy_(low, high)
             self.note_written()
 
+    def put_back(self, optimizer: Optimizer) -> None:
+        """After a step that raised: the optimizer has its own parameters, wherever masters stood in their place."""
+
     def note_written(self) -> None:
         """The parameters are their masters rounded now."""
         self._versions = list(map(_VERSION, self._lists()[0]))
@@ -93,6 +108,13 @@ class MasterPairs:
 def new_master(parameter: Tensor) -> Tensor:
     """A float32 copy of `parameter`, with its layout."""
     return parameter.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+
+
+def widen_state(state: dict[str, Any]) -> None:
+    """Make the floating state of one parameter float32, but for its counter, in place."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+            state[name] = value.float()
 
 
 def keep_precision(
@@ -121,6 +143,7 @@ class _AddedMasters(MasterPairs):
         self._loading: dict[str, Any] | None = None
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
+        optimizer.register_state_dict_pre_hook(self.put_back)
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._note)
         optimizer.register_load_state_dict_post_hook(self._load)
@@ -133,15 +156,10 @@ class _AddedMasters(MasterPairs):
                     continue
                 given = values.get(p)
                 self.add(p, new_master(p if given is None else given))
-                state = optimizer.state.get(p, {})
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-                        state[name] = value.float()
+                widen_state(optimizer.state.get(p, {}))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._places:
-            # the step before raised
-            self._put_back(optimizer)
+        self.put_back(optimizer)
         self.refresh()
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         self._put_in(optimizer)
@@ -151,7 +169,7 @@ class _AddedMasters(MasterPairs):
         def evaluate() -> Any:
             # the model computes with its own parameters
             self.write()
-            self._put_back(optimizer)
+            self.put_back(optimizer)
             try:
                 return closure()
             finally:
@@ -160,7 +178,7 @@ class _AddedMasters(MasterPairs):
         return (args[0], evaluate), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._put_back(optimizer)
+        self.put_back(optimizer)
         self.write()
 
     def _put_in(self, optimizer: Optimizer) -> None:
@@ -176,7 +194,8 @@ class _AddedMasters(MasterPairs):
                 if p in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(p)
 
-    def _put_back(self, optimizer: Optimizer) -> None:
+    def put_back(self, optimizer: Optimizer) -> None:
+        """See `MasterPairs.put_back`."""
         for listed, i, p in self._places:
             master = listed[i]
             master.grad = None
@@ -197,6 +216,7 @@ class _AddedMasters(MasterPairs):
         return {**state_dict, "state": state}
 
     def _note(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.put_back(optimizer)
         self._loading = state_dict
         # an optimizer makes its state where it finds none at all
         bare = {
@@ -244,8 +264,26 @@ def add_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None = None) -
     known = getattr(optimizer, "_hotloop_masters", None)
     if known is None:
         known = optimizer._hotloop_masters = _AddedMasters(optimizer)
+        if clears_as_torch(optimizer):
+            optimizer.zero_grad = functools.partial(_zero_grad, weakref.ref(optimizer))
     known.cover(optimizer, given)
     return optimizer
+
+
+def _zero_grad(reference: Any, set_to_none: bool = True) -> None:
+    """torch's, of the parameters also where a step has raised and left their masters in their place."""
+    optimizer = reference()
+    optimizer._hotloop_masters.put_back(optimizer)
+    Optimizer.zero_grad(optimizer, set_to_none)
+
+
+def clears_as_torch(optimizer: Any) -> bool:
+    """Whether its `zero_grad` does what that of torch's base class does."""
+    method = optimizer.zero_grad
+    return (
+        getattr(method, "__func__", None) is Optimizer.zero_grad
+        or getattr(method, "func", None) is _zero_grad
+    )
 
 
 def masters_of(optimizer: Any) -> MasterPairs | None:

@@ -209,7 +209,7 @@ class Muon(ResidentOptimizer):
         return (
             batch.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and group["ns_dtype"] in (None, torch.bfloat16, torch.float16)
-            and all(w.stride(0) * len(w) == w.numel() for w in batch.weights)
+            and all(w.stride(0) * len(w) == w.numel() > 0 for w in batch.weights)
             and batch.is_uniform()
         )
 
@@ -331,6 +331,8 @@ def _stacks(directions: list[Tensor]) -> Iterator[list[tuple[int, Tensor, bool]]
         turned = rows > columns
         found.setdefault((columns, rows) if turned else (rows, columns), []).append((number, matrix, turned))
     for (rows, columns), members in found.items():
+        if rows * columns == 0:
+            continue
         most = max(_MOST_ELEMENTS // (rows * columns), 1)
         for first in range(0, len(members), most):
             yield members[first : first + most]

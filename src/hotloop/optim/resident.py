@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hotloop.errors import OptimizerError
 from hotloop.optim.batch import Batch, Refusal
-from hotloop.optim.masters import MasterPairs, is_sixteen_bit, keep_precision, new_master
+from hotloop.optim.masters import MasterPairs, is_sixteen_bit, keep_precision, new_master, widen_state
 
 if TYPE_CHECKING:
     from hotloop.kernels import Tables
@@ -168,13 +168,18 @@ class ResidentOptimizer(Optimizer):
                 group["master"] = True
                 fresh: dict[tuple[torch.device, torch.dtype], Tensor] = {}
                 for p in group["params"]:
-                    given = values.get(p)
+                    given, state = values.get(p), self.state.get(p)
                     if not is_sixteen_bit(p) or not p.requires_grad:
                         continue
-                    if not self.state.get(p):
+                    if not state:
                         self._start(p, group, fresh, given)
-                    elif given is not None and "master" in self.state[p]:
-                        self.state[p]["master"].copy_(given)
+                    elif "master" not in state:
+                        # steps were made without: in fp32, or in 16 bits
+                        widen_state(state)
+                        state["master"] = new_master(p if given is None else given)
+                        self._hotloop_masters.add(p, state["master"])
+                    elif given is not None:
+                        state["master"].copy_(given)
 
     # ------------------------------------------------------------------------------------- saved and put back
 

@@ -172,3 +172,80 @@ def test_one_type_of_device_by_its_name():
     kernel = register(good, **options(name="one_device", device_types="cpu"))
     assert kernel.device == torch.device("cpu")
     assert kernel.checks == 18
+
+
+def test_a_name_that_is_taken_stays_with_the_kernel_that_has_it():
+    def make(factor):
+        def times(x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+        return register(
+            times, twin=times, inputs=[(torch.ones(3),)], device_types="cpu", dtypes=(torch.float32,)
+        )
+
+    two, three = make(2.0), make(3.0)
+    assert (two.name, three.name) == ("times", "times_2")
+    for kernel, factor in ((two, 2.0), (three, 3.0)):
+        x = torch.ones(3, requires_grad=True)
+        y = kernel(x)
+        y.sum().backward()
+        assert y.tolist() == x.grad.tolist() == [factor] * 3
+    # the operator of its gradients has a name too
+    register(good, **options(name="own"))
+    other = register(good, **options(name="own_backward"))
+    assert other.name != "own_backward"
+
+
+@pytest.mark.parametrize("name", ["class", "größe", "a b", ""])
+def test_what_is_no_name_for_an_operator_is_an_error(name):
+    def nameless(x: torch.Tensor, w: torch.Tensor, shift: float) -> torch.Tensor:
+        return good(x, w, shift)
+
+    nameless.__name__ = name
+    with pytest.raises(KernelError, match="no name for an operator"):
+        register(nameless, **options())
+
+
+def test_results_are_memory_of_their_own():
+    def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return x[..., 1:], y, y
+
+    kernel = register(parts, twin=parts, inputs=[(torch.ones(3, 4),)], device_types="cpu")
+    x = torch.randn(3, 4)
+    results = kernel(x)
+    assert torch.equal(results[0], x[..., 1:])
+    assert torch.equal(results[1], x * 2)
+    assert torch.equal(results[2], x * 2)
+    assert len({r.untyped_storage().data_ptr() for r in (x, *results)}) == 4
+
+
+def test_arguments_by_name():
+    kernel = register(good, **options(name="by_name"))
+    x, w, _ = inputs(7, torch.float32, "cpu")
+    assert torch.equal(kernel(x, shift=0.5, w=w), good(x, w, 0.5))
+
+
+def test_a_backward_gets_dense_slopes_and_leaves_them_alone():
+    seen = []
+
+    def backward(slope, x, w, shift):
+        seen.append(slope.is_contiguous())
+        return slope * w * (x > 0), (slope * torch.relu(x)).sum(0), None
+
+    kernel = register(good, **options(name="dense_slopes", backward=backward))
+    x, w, _ = inputs(7, torch.float32, "cpu")
+    kernel(x.requires_grad_(), w.requires_grad_(), 0.5).sum().backward()
+    assert all(seen)
+
+    def greedy(slope, x, w, shift):
+        return slope.mul_(w * (x > 0)), None, None
+
+    with pytest.raises(KernelError, match="backward changes its argument 0"):
+        register(good, **options(name="greedy", backward=greedy))
+
+    def failing(slope, x, w, shift):
+        raise ValueError("too large")
+
+    with pytest.raises(KernelError, match="backward failed: ValueError: too large"):
+        register(good, **options(name="failing", backward=failing))

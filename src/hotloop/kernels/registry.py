@@ -6,6 +6,8 @@ the device shows it here, not in a loss curve.
 
 from __future__ import annotations
 
+import itertools
+import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 # ‖kernel - twin in float64‖ / ‖twin in float64‖
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _NAMESPACE = "hotloop_user"
+_TAKEN: set[str] = set()
 
 
 @dataclass
@@ -30,7 +33,8 @@ class RegisteredKernel:
     """A kernel that agreed with its twin: call it like the function it was made of.
 
     Attributes:
-        name: its name as an operator, `torch.ops.hotloop_user.<name>`.
+        name: its name as an operator, `torch.ops.hotloop_user.<name>`: the one asked for, with a number behind it where
+            another kernel has that one.
         device: where it was checked; None if no device here runs it, and the twin is used.
         checks: comparisons made.
         errors: the worst relative error of values by type, `‖kernel - exact‖ / ‖exact‖`, exact being the twin in
@@ -52,9 +56,9 @@ class RegisteredKernel:
     kernel_us: float | None = None
     twin_us: float | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The operator."""
-        return self.operator(*args)
+        return self.operator(*args, **kwargs)
 
     def __str__(self) -> str:
         if self.device is None:
@@ -93,7 +97,7 @@ def register(
             list of argument tuples, whose floating-point tensors are redrawn and converted.
         backward: `(*gradients of the results, *arguments) -> gradients of the arguments`, a tuple with None where there
             is none or it is zero; checked too. It may launch kernels.
-        name: of the operator; by default that of `op`.
+        name: of the operator; by default that of `op`. Registered again, it is another kernel beside the first.
         sizes: sizes to check; odd ones are the point.
         dtypes: floating-point types to check.
         bounds: largest relative error by type; by default 1e-5 for float32, 2e-3 for float16, 1e-2 for bfloat16.
@@ -107,8 +111,10 @@ def register(
             says for which input. Nothing to check it with, or a type without a bound.
     """
     name = name or str(getattr(op, "__name__", "kernel"))
-    if not name.isidentifier():
-        raise KernelError(f"register: {name!r} is no name for an operator: give name=, letters, digits and _")
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise KernelError(
+            f"register: {name!r} is no name for an operator: give name=, letters, digits and _, and no Python keyword"
+        )
     kinds = (device_types,) if isinstance(device_types, str) else tuple(device_types)
     limit = {**_BOUNDS, **(bounds or {})}
     _check_arguments(name, inputs, sizes, dtypes, kinds, limit)
@@ -123,8 +129,19 @@ def register(
         if device.type == "cuda":
             check_capture(kernel, op, twin, largest, limit[dtypes[0]], dtypes[0])
         kernel.kernel_us, kernel.twin_us = time_call(op, largest), time_call(twin, largest)
-    kernel.operator = _make_operator(name, schema, op, twin, backward, kinds)
+    kernel.name = _free_name(name)
+    kernel.operator = _make_operator(kernel.name, schema, op, twin, backward, kinds)
     return kernel
+
+
+def _free_name(name: str) -> str:
+    """`name`, with a number where it is taken: a second operator of one name would be the first one's too."""
+    for number in itertools.count(1):
+        free = name if number == 1 else f"{name}_{number}"
+        if not {free, f"{free}_backward"} & _TAKEN:
+            break
+    _TAKEN.update((free, f"{free}_backward"))
+    return free
 
 
 def _check_arguments(
@@ -175,6 +192,11 @@ def _device(kind: str) -> torch.device | None:
     return torch.device(kind, 0) if module is not None and module.is_available() else None
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """Where its memory begins; one without any stands for itself."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
 @contextmanager
 def _autograd_inside() -> Iterator[None]:
     """An operator's own code runs below autograd; this brings it back there."""
@@ -200,10 +222,13 @@ def _make_operator(
 
     def run(*args: Any) -> Any:
         result = choose(args)(*args)
-        # an operator's results are its own memory; a twin may hand an input through
-        addresses = {a.data_ptr() for a in args if isinstance(a, torch.Tensor)}
-        fresh = tuple(r.clone() if r.data_ptr() in addresses else r for r in as_tuple(result))
-        return fresh if isinstance(result, tuple | list) else fresh[0]
+        # an operator's results are memory of their own; a twin may hand an input through, or a part of it, or one twice
+        known = {_memory(a) for a in args if isinstance(a, torch.Tensor)}
+        fresh = []
+        for r in as_tuple(result):
+            fresh.append(r.clone() if _memory(r) in known else r)
+            known.add(_memory(r))
+        return tuple(fresh) if isinstance(result, tuple | list) else fresh[0]
 
     made = torch.library.custom_op(f"{_NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
     made.register_fake(twin)
@@ -242,7 +267,8 @@ def _make_operator(
     def go_back(ctx: Any, *slopes: Any) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         args = tuple(next(saved) if p is None else p[0] for p in ctx.others)
-        found = iter(reverse(list(slopes), *args))
+        # dense, as they are where `backward` is checked: that of a sum is one number, spread out by strides of 0
+        found = iter(reverse([s.contiguous() for s in slopes], *args))
         return tuple(next(found) if learns(a) else None for a in args)
 
     made.register_autograd(go_back, setup_context=remember)

@@ -77,17 +77,8 @@ def check(
     Raises:
         KernelError: they differ by more than `bound`, relative to the norm, or in form, or an input was changed.
     """
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in given]
-    with _poisoned():
-        try:
-            first, second = as_tuple(op(*given)), as_tuple(op(*given))
-        except Exception as failure:
-            raise KernelError(f"{what}: the kernel failed: {type(failure).__name__}: {failure}") from failure
-    for i, (a, b) in enumerate(zip(given, before, strict=True)):
-        if isinstance(a, torch.Tensor) and not _same(a, b):
-            raise KernelError(
-                f"{what}: the kernel changes its argument {i}; it must write to new memory only"
-            )
+    first = _run(op, given, f"{what}: the kernel")
+    second = _run(op, given, f"{what}: the kernel")
     kernel.repeatable &= all(_same(a, b) for a, b in zip(first, second, strict=True))
     wide = tuple(_widened(a) for a in given)
     exact, plain = as_tuple(twin(*wide)), as_tuple(twin(*given))
@@ -111,6 +102,20 @@ def check(
         _check_gradients(kernel, twin, backward, given, wide, what, bound, dtype)
 
 
+def _run(function: Callable[..., Any], given: Sequence[Any], who: str) -> tuple[Any, ...]:
+    """Results of a kernel that has to leave its arguments as they are, with uninitialised memory poisoned."""
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in given]
+    with _poisoned():
+        try:
+            results = as_tuple(function(*given))
+        except Exception as failure:
+            raise KernelError(f"{who} failed: {type(failure).__name__}: {failure}") from failure
+    for i, (a, b) in enumerate(zip(given, before, strict=True)):
+        if isinstance(a, torch.Tensor) and not _same(a, b):
+            raise KernelError(f"{who} changes its argument {i}; it must write to new memory only")
+    return results
+
+
 def _check_gradients(
     kernel: RegisteredKernel,
     twin: Callable[..., Any],
@@ -123,12 +128,16 @@ def _check_gradients(
 ) -> None:
     leaves = [a.detach().requires_grad_() if learns(a) else a for a in wide]
     exact = as_tuple(twin(*leaves))
-    slopes = [torch.randn_like(e).to(dtype) if e.is_floating_point() else torch.zeros_like(e) for e in exact]
+    slopes = [
+        torch.randn(e.shape, dtype=torch.float64, device=e.device).to(dtype)
+        if e.is_floating_point()
+        else torch.zeros(e.shape, dtype=e.dtype, device=e.device)
+        for e in exact
+    ]
     wanted = [a for a in leaves if learns(a)]
     loss = sum((e * s.double()).sum() for e, s in zip(exact, slopes, strict=True) if e.requires_grad)
     right = iter(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
-    with _poisoned():
-        mine = as_tuple(backward(*slopes, *given))
+    mine = _run(backward, [*slopes, *given], f"{what}: backward")
     if len(mine) != len(given):
         raise KernelError(f"{what}: backward returns {len(mine)} gradients for {len(given)} arguments")
     for i, (argument, gradient) in enumerate(zip(given, mine, strict=True)):

@@ -56,6 +56,20 @@ def test_an_optimizer_that_was_not_prepared_is_told(make_loop, capsys, course, p
     assert ("no optimizer was given to prepare" in capsys.readouterr().err) is not prepared
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_model_that_was_not_prepared_is_told(make_loop, capsys, prepared):
+    loop = make_loop(precision="bf16")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop.prepare(optimizer, model) if prepared else loop.prepare(optimizer)
+    said = "SGD updates no parameter of a prepared module" in capsys.readouterr().err
+    assert said is not prepared
+    with torch.profiler.profile() as seen:
+        model(torch.ones(1, 1))
+    # in the loop's precision, the input at least is cast
+    assert any(event.name == "aten::_to_copy" for event in seen.events()) is prepared
+
+
 def test_evaluation_alone_needs_no_optimizer(make_loop, capsys):
     loop = make_loop()
     model, loader = loop.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2))

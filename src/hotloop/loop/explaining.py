@@ -28,12 +28,16 @@ def explain(
         f"device     {device}",
         f"processes  {processes.world} (this is {processes.rank})",
         f"precision  {precision}",
-        f"window     {accumulation} micro-batch(es) an update",
+        f"window     {accumulation} micro-batch{'es' if accumulation > 1 else ''} an update",
         f"nonfinite  {settings['nonfinite']}",
     ]
     for layers in float8:
         lines += [f"fp8        {name}" for name in layers.chosen]
         lines += [f"not fp8    {name}: {reason}" for name, reason in layers.kept.items()]
-    lines += [f"{name:10} from {source}" for name, source in settings.sources.items() if source != "default"]
+    lines += [
+        f"setting    {name} = {settings[name]}, from {source}"
+        for name, source in settings.sources.items()
+        if source != "default"
+    ]
     lines += [f"record     {session.folder}"] if session.folder else []
     return "\n".join(lines + [f"- {note}" for note in session.notes.lines])

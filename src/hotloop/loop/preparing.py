@@ -179,6 +179,7 @@ class Preparer:
                 return optimizer
             known.remove()
         self._check_parameters(optimizer)
+        self._say_if_foreign(optimizer)
         self._use.fuse(optimizer, self._say)
         self._give_masters(optimizer)
         updates: HostUpdates | ResidentUpdates
@@ -204,6 +205,14 @@ class Preparer:
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} on {p.device}, but "
                         f"this loop runs on {self._device}: prepare its module in the same call or before"
                     )
+
+    def _say_if_foreign(self, optimizer: Any) -> None:
+        mine = {id(p) for module in self.registry.modules for p in module.parameters()}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._say(
+                f"{type(optimizer).__name__} updates no parameter of a prepared module: what it updates is not "
+                "computed in the loop's precision, nor saved"
+            )
 
     def _say_route(self, optimizer: Any, route: str) -> None:
         name = type(optimizer).__name__

@@ -255,7 +255,9 @@ def resize_images(images: torch.Tensor, size: int, *, chunk_bytes: int = 1 << 26
     N, H, W, C = images.shape
     width = max(1, round(W * size / H))
     down = _weights(H, size, images.device)
-    across = torch.kron(_weights(W, width, images.device), torch.eye(C, device=images.device))
+    across = torch.kron(
+        _weights(W, width, images.device), torch.eye(C, dtype=torch.float32, device=images.device)
+    )
     out = torch.empty((N, size, width, C), dtype=torch.uint8, device=images.device)
     chunk = max(1, chunk_bytes // (H * W * C))
     for part, into in zip(images.split(chunk), out.split(chunk), strict=True):
@@ -268,7 +270,7 @@ def resize_images(images: torch.Tensor, size: int, *, chunk_bytes: int = 1 << 26
 @cache
 def _weights(before: int, after: int, device: torch.device) -> torch.Tensor:
     """The matrix [after, before] of an anti-aliased bilinear resize along one side."""
-    eye = torch.eye(before)[None, None]  # resized along its rows alone
+    eye = torch.eye(before, dtype=torch.float32)[None, None]  # resized along its rows alone
     return F.interpolate(eye, (after, before), mode="bilinear", antialias=True, align_corners=False)[0, 0].to(
         device
     )

@@ -208,7 +208,7 @@ def targets_eager(
         return y
     off, on = _levels(classes, smoothing)
     hot = y[:, None] == torch.arange(classes, device=y.device)
-    return torch.where(hot, on, off).to(torch.float32)
+    return torch.full(hot.shape, off, dtype=torch.float32, device=y.device).masked_fill_(hot, on)
 
 
 def _levels(classes: int, smoothing: float) -> tuple[float, float]:
@@ -235,7 +235,7 @@ def _launch(
     height, width = _cut(how, H, W)
     device = images.device
     if classes:
-        targets = torch.empty((B, classes), device=device)
+        targets = torch.empty((B, classes), dtype=torch.float32, device=device)
     else:
         targets = torch.empty((B if labels is not None else 0,), device=device, dtype=torch.int64)
     scale, shift = _affine(how, C, device)
@@ -372,7 +372,10 @@ def _affine(how: Augment, channels: int, device: torch.device) -> tuple[torch.Te
         raise KernelError(f"images of {channels} channels have {len(mean)} means and {len(std)} deviations")
     scale = [1 / (255 * s) for s in std]
     shift = [m / s for m, s in zip(mean, std, strict=True)]
-    return torch.tensor(scale, device=device), torch.tensor(shift, device=device)
+    return (
+        torch.tensor(scale, dtype=torch.float32, device=device),
+        torch.tensor(shift, dtype=torch.float32, device=device),
+    )
 
 
 def _runs_on(device: torch.device) -> bool:

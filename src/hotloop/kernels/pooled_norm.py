@@ -85,7 +85,7 @@ def global_max(x: torch.Tensor, *, eager: bool = False) -> torch.Tensor:
 
 
 class PooledNormSiLU(nn.Module):
-    """`pooled_norm_silu` as a layer: a batch norm with a bias and no weight, pooled before and gated after it.
+    """`pooled_norm_silu` as a layer: a batch norm with a bias and no weight, in float32, pooled before, gated after it.
 
     Args:
         channels: C.
@@ -102,9 +102,9 @@ class PooledNormSiLU(nn.Module):
     ) -> None:
         super().__init__()
         self.pool, self.momentum, self.eps, self.eager = pool, momentum, eps, eager
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
+        self.register_buffer("running_mean", torch.zeros(channels, dtype=torch.float32))
+        self.register_buffer("running_var", torch.ones(channels, dtype=torch.float32))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -190,8 +190,8 @@ def _forward(
     out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     pooled = torch.empty_like(out) if pool else x
     which = torch.empty_like(out, dtype=torch.int8) if pool else None
-    partial = torch.empty((rows, 2, C), device=x.device)
-    statistics = torch.empty((2, C), device=x.device)
+    partial = torch.empty((rows, 2, C), dtype=torch.float32, device=x.device)
+    statistics = torch.empty((2, C), dtype=torch.float32, device=x.device)
     programs.pool_and_sum[(rows, columns)](
         x, pooled, out if which is None else which, partial, pixels, running_mean, H, W, C, pool,
         _ROWS, _COLUMNS, turns, num_warps=_WARPS,
@@ -238,8 +238,8 @@ def _backward(
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     pixels = pooled.numel() // C
     rows, columns, turns = _share(pixels, C, pooled.device)
-    partial = torch.empty((rows, 2, C), device=pooled.device)
-    sums = torch.empty((2, C), device=pooled.device)
+    partial = torch.empty((rows, 2, C), dtype=torch.float32, device=pooled.device)
+    sums = torch.empty((2, C), dtype=torch.float32, device=pooled.device)
     programs.slope_and_sum[(rows, columns)](
         pooled, gradient, statistics, bias, partial, pixels, *pooled.shape[2:], C, edge, _is_fast(pooled),
         _ROWS, _COLUMNS, turns, num_warps=_WARPS,

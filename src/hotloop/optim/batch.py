@@ -133,7 +133,9 @@ class Batch:
         factor = None if self.scale is None else self.scale.reciprocal()
         if not maximize:
             return factor
-        return torch.full((), -1.0, device=self.device) if factor is None else -factor
+        if factor is None:
+            return torch.full((), -1.0, dtype=torch.float32, device=self.device)
+        return -factor
 
     def cast_gradients(self) -> list[Tensor]:
         """Gradients in the weights' dtype and layout; the originals where they are that already."""

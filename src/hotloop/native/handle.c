@@ -68,7 +68,7 @@ static void write_shape(char *to, size_t room, int rank, const int64_t *shape) {
 static int refuse(const Port *p, int output, const char *what) {
     char shape[160];
     write_shape(shape, sizeof shape, p->rank, p->shape);
-    PyErr_Format(Fault, "%s %s: expected a C-contiguous %s array or CPU tensor of shape %s, got %s", output ? "output" : "input",
+    PyErr_Format(Fault, "%s '%s': expected a C-contiguous %s array or CPU tensor of shape %s, got %s", output ? "output" : "input",
                  p->name, p->dtype, shape, what);
     return -1;
 }

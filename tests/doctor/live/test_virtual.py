@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from hotloop.doctor.live import Stall
 from hotloop.doctor.live.virtual import VirtualDevice
 
 
@@ -42,6 +43,14 @@ def test_only_what_comes_from_parameters_would_wait() -> None:
     assert by_line["3"].why == "indexing with a boolean mask"
     assert "loss.item()" in str(by_line["1"])
     assert "1 a step" in str(by_line["1"])
+
+
+def test_how_often_is_said_by_the_step_where_there_are_steps() -> None:
+    found = [
+        str(Stall("train.py", 7, "x.item()", "item", count, steps))
+        for count, steps in ((1, 0), (3, 0), (4, 2))
+    ]
+    assert [text.split(", ")[1].split(":")[0] for text in found] == ["once", "3 times", "2 a step"]
 
 
 def test_values_are_not_touched() -> None:

@@ -77,7 +77,8 @@ class Stall:
         return _WHY.get(self.op, "a result of unknown size" if self.op in _SIZES else "a value is read")
 
     def __str__(self) -> str:
-        often = f"{self.count / self.steps:.3g} a step" if self.steps else f"{self.count} times"
+        once = "once" if self.count == 1 else f"{self.count} times"
+        often = f"{self.count / self.steps:.3g} a step" if self.steps else once
         return f"{self.file}:{self.line}  {self.op}, {often}: {self.why}\n    {self.text}"
 
 

@@ -130,12 +130,11 @@ class Case:
     def often(self, count: int) -> str:
         """How often something happens, in words."""
         steps = self.timeline.steps
+        in_all = "once" if count == 1 else f"{count} times"
         if not steps:
-            return f"{count} times"
+            return in_all
         each = count / steps
-        return (
-            f"{each:.0f} times a step" if each >= 1.5 else "once a step" if each > 0.75 else f"{count} times"
-        )
+        return f"{each:.0f} times a step" if each >= 1.5 else "once a step" if each > 0.75 else in_all
 
     def place(self, row: int, *called: str) -> Place:
         """Where in the source a host event comes from; `called` are names one of which the line calls."""

@@ -50,6 +50,9 @@ class Course:
         self._at_start: tuple[int, list[tuple[int, int]]] | None = None
         self._active = False
         self._goal: int | None = None
+        # updates of the last epoch that was done whole; whether the next one was begun before a resume
+        self._in_last: int | None = None
+        self._begun_before = False
         self._window = window
         self._resident = state if isinstance(state, ResidentState) else None
         self._processes = processes
@@ -80,8 +83,11 @@ class Course:
             for epoch in range(self._first_epoch, n):
                 self.epoch, self._first_epoch = epoch, epoch
                 self._at_start = self._marks()
+                before = self._updates()
                 yield epoch
                 self._first_epoch, self._at_start = epoch + 1, None
+                self._in_last = None if self._begun_before else self._updates() - before
+                self._begun_before = False
                 self._say_if_untracked()
                 self._show_totals(n)
                 self._honour_signal()
@@ -122,19 +128,26 @@ class Course:
         return sum(u.pending for u in self.preparer.updates)
 
     def _show_totals(self, epochs: int) -> None:
-        done, updates = self._first_epoch, self._updates()
-        per_epoch: float | None = None
-        if self._loaders and (planned := self._loaders[0].planned(epochs)) is not None:
-            per_epoch = sum(-(-steps // self._window.every) for steps in planned) / max(epochs, 1)
-        elif done and updates:
-            per_epoch = updates / done
-        elif self._loaders:
-            try:
-                per_epoch = -(-len(self._loaders[0]) // self._window.every)
-            except TypeError:
-                per_epoch = None
-        self._goal = None if per_epoch is None else round(per_epoch * epochs)
+        # an epoch that was begun before a resume has made some of its updates already, all others are to come
+        first = 0 if self._begun_before else self._first_epoch
+        left = self._updates_of(range(first, epochs))
+        self._goal = None if left is None else left + (0 if self._begun_before else self._updates())
         self._session.progress.set_totals(self._goal, epochs)
+
+    def _updates_of(self, epochs: range) -> int | None:
+        """How many updates those epochs have, as far as can be told: where not planned, what the last one had."""
+        loader = self._loaders[0] if self._loaders else None
+        planned = None if loader is None else loader.planned(epochs.stop)
+        if planned is not None:
+            return sum(-(-steps // self._window.every) for steps in planned[epochs.start :])
+        if self._in_last:
+            return self._in_last * len(epochs)
+        if loader is None:
+            return None
+        try:
+            return -(-len(loader) // self._window.every) * len(epochs)
+        except TypeError:
+            return None
 
     def between_batches(self, loader: Any) -> None:
         """`loader` is asked for its next batch: all that belongs to the batches before is done."""
@@ -197,6 +210,7 @@ class Course:
         """The run continues from a checkpoint made at `position`."""
         self.epoch = position.epoch
         self._first_epoch = max(position.epoch + (not position.in_epoch), 0)
+        self._begun_before, self._in_last = position.in_epoch, None
         self.preparer.expected_feed = position.feed
         self._faults.restart(position.updates)
 

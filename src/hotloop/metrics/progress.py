@@ -125,16 +125,19 @@ class Progress:
                 self._put(shown)
 
     def end(self) -> None:
-        """Draw the line a last time, leave it standing and stop drawing, until `start` or new rows."""
+        """Draw the line a last time, leave it standing and stop drawing, until `start` or new rows.
+
+        The totals were of what has ended: what comes after it has none, unless `set_totals` gives them.
+        """
         if self._is_foreign():
             return
         with self._lock:
             thread, self._thread = self._thread, None
-            if thread is None:
-                return
-            self._stop.set()
-            self._draw(last=True)
-        if thread is not threading.current_thread():
+            if thread is not None:
+                self._stop.set()
+                self._draw(last=True)
+            self._total_updates = self._total_epochs = None
+        if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)
 
     def close(self) -> None:
@@ -236,9 +239,8 @@ class Progress:
 
         text = escape(line.text())
         bar = ""
-        if line.total_updates:
-            done = min(line.updates, line.total_updates)
-            bar = f'<progress value="{done}" max="{line.total_updates}" style="width:10em"></progress> '
+        if line.total:
+            bar = f'<progress value="{line.updates}" max="{line.total}" style="width:10em"></progress> '
         bundle = {"text/plain": line.text(), "text/html": f"<code>{bar}{text}</code>"}
         if self._display is None:
             show = sys.modules["IPython"].display.display

@@ -19,7 +19,7 @@ class ProgressLine:
 
     Attributes:
         updates: optimizer updates done.
-        total_updates: updates of the whole run; None if not known.
+        total_updates: updates of the whole run; None if not known. One that is passed was a guess, and is not shown.
         epoch: number of the current epoch, from 0; None if not known.
         total_epochs: epochs of the whole run; None if not known.
         updates_per_s: recent rate; None before the second look.
@@ -38,11 +38,16 @@ class ProgressLine:
     values: dict[str, Any]
 
     @property
+    def total(self) -> int | None:
+        """`total_updates` while that can be true."""
+        return self.total_updates if self.total_updates and self.updates <= self.total_updates else None
+
+    @property
     def left_s(self) -> float | None:
         """Seconds still to go at the recent rate; None if that cannot be said."""
-        if not self.total_updates or not self.updates_per_s or self.updates_per_s <= 0:
+        if not self.total or not self.updates_per_s or self.updates_per_s <= 0:
             return None
-        return max(0, self.total_updates - self.updates) / self.updates_per_s
+        return (self.total - self.updates) / self.updates_per_s
 
     def text(self, columns: int | None = None) -> str:
         """The line without colour, cut to `columns` characters if given.
@@ -54,14 +59,14 @@ class ProgressLine:
         'epoch 1/4  50/200 2…'
         """
         parts = []
-        if columns is not None and columns >= _BAR_COLUMNS and self.total_updates:
+        total = self.total
+        if columns is not None and columns >= _BAR_COLUMNS and total:
             parts.append(self._bar())
         if self.epoch is not None and (self.total_epochs or self.epoch):
             last = self.epoch + 1 if self.total_epochs is None else min(self.epoch + 1, self.total_epochs)
             parts.append(f"epoch {last}" + (f"/{self.total_epochs}" if self.total_epochs else ""))
-        if self.total_updates:
-            share = min(100, 100 * self.updates // self.total_updates)
-            parts.append(f"{self.updates:,}/{self.total_updates:,} {share}%")
+        if total:
+            parts.append(f"{self.updates:,}/{total:,} {100 * self.updates // total}%")
         else:
             parts.append(f"{self.updates:,} steps")
         if self.updates_per_s is not None:
@@ -70,7 +75,7 @@ class ProgressLine:
             parts.append(f"{1 / rate:.1f} s/step" if slow else f"{format_count(rate)} steps/s")
         if self.samples_per_s is not None:
             parts.append(f"{format_count(self.samples_per_s)} samples/s")
-        if self.left_s is not None and self.total_updates and self.updates < self.total_updates:
+        if self.left_s is not None and total and self.updates < total:
             parts.append(f"{format_duration(self.left_s)} left")
         parts += [f"{name} {_format_value(value)}" for name, value in self.values.items()]
         parts.append(format_duration(self.elapsed_s))
@@ -89,8 +94,8 @@ class ProgressLine:
 
     def _bar(self) -> str:
         """`[####--------]`."""
-        assert self.total_updates
-        full = min(_BAR_CELLS, _BAR_CELLS * self.updates // self.total_updates)
+        assert self.total
+        full = _BAR_CELLS * self.updates // self.total
         return f"[{'#' * full}{'-' * (_BAR_CELLS - full)}]"
 
 

@@ -372,3 +372,9 @@ def test_rates_follow_the_batches_of_a_run_resumed_with_others(unit):
         _, state = run(plans[0], updates)
         rest, _ = run(plans[1], 40, state)
         assert rest == pytest.approx(whole[passed // 32 :][:40], abs=1e-12)
+
+
+def test_a_plan_is_printed_without_the_rounding_errors_of_its_rates():
+    plan = Resizing([(1, 24), (1, 32)], batch_size=32, rate="sqrt")
+    assert plan.stages[0].rate == pytest.approx(math.sqrt(56 / 32))
+    assert repr(plan) == "Resizing([(1.0, 24, 56, 1.3229), (inf, 32, 32, 1.0)])"

@@ -225,7 +225,7 @@ class Resizing:
                 yield epoch, *cut
 
     def __repr__(self) -> str:
-        return f"Resizing({[(s.until, s.size, s.batch_size, s.rate) for s in self.stages]})"
+        return f"Resizing({[(s.until, s.size, s.batch_size, round(s.rate, 4)) for s in self.stages]})"
 
 
 def cuts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import hotloop
 from hotloop.errors import PrecisionError, SettingError
-from hotloop.precision import Precision, agreement
+from hotloop.precision import Precision, agreement, formats
 
 
 class Net(nn.Module):
@@ -183,3 +184,29 @@ def test_numbers_that_are_not_finite_come_first() -> None:
     found = agreement(model, torch.randn(3, 4))
     assert found.rows[0].worst == float("inf")
     assert "nan" in str(found)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
+def test_fp16_is_looked_at_with_its_loss_scaled_as_in_a_loop(
+    monkeypatch: pytest.MonkeyPatch, size: float
+) -> None:
+    """Gradients that fp16 cannot hold unscaled keep its eleven bits; those that overflow scaled are scaled less."""
+    monkeypatch.setattr(formats, "supported_precisions", lambda device: {"fp32": "", "fp16": "for this test"})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    table = agreement(
+        model, torch.randn(64, 16), "fp16", loss=lambda m, b: m(b).square().mean() * size, reference="float64"
+    )
+    assert table.precision == "fp16"
+    for row in table.rows:
+        errors = [e for e in (row.output, row.output_gradient, row.weight_gradient) if e is not None]
+        assert 2.0**-14 < max(errors) < 2.0**-8
+        assert table.loss == pytest.approx(table.reference_loss, rel=1e-3)
+
+
+def test_an_output_that_fp16_cannot_hold_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "supported_precisions", lambda device: {"fp32": "", "fp16": "for this test"})
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.constant_(model[0].weight, 1e5)
+    table = agreement(model, torch.ones(2, 4), "fp16")
+    assert table.rows[0].worst == math.inf

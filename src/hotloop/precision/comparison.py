@@ -22,6 +22,8 @@ __all__ = ["Agreement", "ModuleError", "agreement"]
 
 _SHOWN = 40
 _ERRORS = ("output", "output_gradient", "weight_gradient")
+# of fp16 losses, as a loop's
+_FIRST_SCALE = 65536.0
 _REFERENCES = {"fp32": torch.float32, "float64": torch.float64}
 
 
@@ -123,7 +125,8 @@ def agreement(
 
     Two copies of the model do it, one after the other; the model itself, its buffers and the random streams are left
     as they are. The copies draw the same random numbers, and their dropout layers are off: other masks would drown the
-    rounding. Takes the memory of the copies and of all modules' outputs in fp32.
+    rounding. The loss of fp16 is scaled as a loop scales it: by 65536, by half as much while gradients overflow. Takes
+    the memory of the copies and of all modules' outputs in fp32.
 
     Args:
         model: a module, prepared or plain, on the device to compute on.
@@ -157,10 +160,15 @@ def agreement(
         right = _Probe(_copied(model, _REFERENCES[reference]))
         with _matmul_precision("highest"):
             right_loss = right.run(_cast(batch, _REFERENCES[reference]), loss or _usual_loss)
-        set_rng_state(streams, device)
-        found = _Probe(_in_precision(_copied(model, torch.float32), wanted), right)
-        with _matmul_precision("high" if wanted.name == "tf32" else "highest"):
-            found_loss = found.run(batch, loss or _usual_loss, autocast_context(device, wanted.autocast))
+        scale = _FIRST_SCALE if wanted.scaled else 1.0
+        while True:
+            set_rng_state(streams, device)
+            found = _Probe(_in_precision(_copied(model, torch.float32), wanted), right, scale)
+            with _matmul_precision("high" if wanted.name == "tf32" else "highest"):
+                found_loss = found.run(batch, loss or _usual_loss, autocast_context(device, wanted.autocast))
+            if scale <= 1.0 or not found.overflows():
+                break
+            scale /= 2.0
     finally:
         set_rng_state(streams, device)
     rows = sorted(found.errors(), key=lambda row: -row.worst)
@@ -173,9 +181,10 @@ def agreement(
 class _Probe:
     """One run of a model, with what each module returned, or how far that is from another run's."""
 
-    def __init__(self, model: nn.Module, right: _Probe | None = None) -> None:
+    def __init__(self, model: nn.Module, right: _Probe | None = None, scale: float = 1.0) -> None:
         self.model = model
         self.right = right
+        self.scale = scale
         self.values: dict[tuple[str, str], list[Tensor]] = {}
         # (module, what) -> summed squares of difference and of the right value
         self.sums: dict[tuple[str, str], list[Tensor]] = {}
@@ -187,7 +196,8 @@ class _Probe:
         with torch.enable_grad():
             value = loss(self.model if context is None else _Wide(self.model, context), batch)
             if value.requires_grad:
-                value.float().backward() if value.dtype != torch.float64 else value.backward()
+                wide = value if value.dtype == torch.float64 else value.float()
+                (wide if self.scale == 1.0 else wide * self.scale).backward()
         for name, module in self.model.named_modules():
             for p in module._parameters.values():
                 if p is not None and p.grad is not None:
@@ -217,8 +227,18 @@ class _Probe:
                 f"agreement: module {key[0]!r} was not called alike in both runs, so there is nothing to compare"
             )
         right = known[number]
-        difference = tensor.detach().to(right.dtype) - right
+        mine = tensor.detach().to(right.dtype)
+        if key[1] != "output" and self.scale != 1.0:
+            mine = mine / self.scale
+        difference = mine - right
         sums.append(torch.stack([difference.double().square().sum(), right.double().square().sum()]))
+
+    def overflows(self) -> bool:
+        """Whether a gradient is not finite though all outputs are: a smaller scale may help."""
+        finite = {True: True, False: True}
+        for (_, what), sums in self.sums.items():
+            finite[what == "output"] &= bool(torch.stack(sums).isfinite().all())
+        return finite[True] and not finite[False]
 
     def errors(self) -> Iterator[ModuleError]:
         """Every module's errors."""

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from hotloop.cli import main
+from hotloop.cli.doctor import _parser
+from hotloop.cli.launch import split_arguments
 
 
 def write(path: Path, kernel_us: float = 50.0) -> Path:
@@ -68,3 +72,27 @@ def test_what_is_no_trace_is_one_message(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["doctor"]) == 2
     assert main(["doctor", str(write(tmp_path / "a.json")), "--html", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_examples_put_the_doctors_options_before_the_script() -> None:
+    parser = _parser()
+    own = {option for action in parser._actions for option in action.option_strings}
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    shown = [line.strip() for line in f"{parser.epilog}\n{page}".splitlines()]
+    lines = [line for line in shown if line.startswith("hotloop doctor ") and ".py" in line]
+    assert len(lines) > 5
+    for line in lines:
+        words = shlex.split(re.split(r"  | #", line)[0])[2:]
+        _, rest = split_arguments(words, parser)
+        if rest[0].endswith(".py"):
+            assert not own & set(rest[1:]), line
+
+
+def test_what_cannot_be_compared_with_is_told_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert main(["doctor", "--against", str(tmp_path / "none.json"), str(script)]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()

@@ -33,7 +33,7 @@ examples:
   hotloop doctor trace.json.gz                       what is slow, ranked by seconds
   hotloop doctor trace.json.gz --html report.html    the same as a page, with a timeline
   hotloop doctor before.json --against after.json    two traces compared
-  hotloop doctor train.py --against RUN              this run with one that was watched before
+  hotloop doctor --against RUN train.py              this run with one that was watched before
   hotloop doctor traces/ --json | jq .verdict        all ranks of a run
   hotloop doctor train.py --epochs 1                 run and watch a script
   hotloop doctor -n 2 train.py                       two processes, one window on both
@@ -111,16 +111,28 @@ def _run(arguments: list[str]) -> int:
     elif options.html or options.overlay:
         raise HotloopError(f"{rest[0]} is a report without its trace: --html and --overlay need the trace")
     if options.against:
-        return _compare(facts, options)
+        return _compare(facts, _reference(options.against), options)
     print(_dump(facts) if options.json else report.format_page(facts, colour=_colours()))
     return 0
 
 
-def _compare(facts: dict[str, Any], options: argparse.Namespace, *, status: int = 0, file: Any = None) -> int:
+def _reference(against: str) -> dict[str, Any]:
     from hotloop.doctor import report
 
-    other = report.load_report(options.against)
-    comparison = report.compare_facts(facts, other or report.gather_facts(_read(options.against)))
+    return report.load_report(against) or report.gather_facts(_read(against))
+
+
+def _compare(
+    facts: dict[str, Any],
+    reference: dict[str, Any],
+    options: argparse.Namespace,
+    *,
+    status: int = 0,
+    file: Any = None,
+) -> int:
+    from hotloop.doctor import report
+
+    comparison = report.compare_facts(facts, reference)
     print(
         _dump(comparison) if options.json else report.format_comparison(comparison), file=file or sys.stdout
     )
@@ -134,6 +146,8 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
 
     if options.skip < 1 or options.steps < 1:
         raise HotloopError(f"--skip {options.skip} --steps {options.steps}: both must be at least 1")
+    # one that cannot be read is told before the script has run for hours
+    reference = _reference(options.against) if options.against else None
     target = options.module if options.module is not None else rest.pop(0)
     if options.virtual_gpu:
         return _list_stalls(target, rest, module=options.module is not None, as_json=options.json)
@@ -161,8 +175,8 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
     if options.overlay:
         publish_text(options.overlay, report.make_overlay(watched.trace))
     report.keep_in_runs(facts)
-    if options.against:
-        return _compare(facts, options, status=watched.status, file=sys.stderr)
+    if reference is not None:
+        return _compare(facts, reference, options, status=watched.status, file=sys.stderr)
     print(_dump(facts) if options.json else report.format_page(facts), file=sys.stderr)
     return watched.status
 

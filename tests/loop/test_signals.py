@@ -9,6 +9,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
+
+import hotloop
 
 
 def train(folder, *, send=(), at=5, where="step", record=False, save=True, epochs=3, sink=None):
@@ -187,6 +190,40 @@ def test_a_second_ctrl_c_ends_at_once(ended, unbroken):
     assert "KeyboardInterrupt" in run.err
     assert run.saved() == []
     assert run.losses == unbroken[:6]
+
+
+@pytest.mark.parametrize("where", ["forward", "step"])
+def test_a_script_that_catches_the_second_ctrl_c_may_train_on(monkeypatch, where):
+    monkeypatch.setenv("HOTLOOP_PROGRESS", "0")
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loop = hotloop.Loop(device="cpu", record=False)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = loop.prepare(model, optimizer, [torch.ones(3, 2)] * 4)
+
+        def train(interrupted=-1):
+            for _ in loop.epochs(2):
+                for batch in loader:
+                    for here in ("forward", "step"):
+                        if here == where and loop.updates == interrupted:
+                            signal.raise_signal(signal.SIGINT)
+                            signal.raise_signal(signal.SIGINT)
+                        if here == "forward":
+                            loop.backward(model(batch).mean())
+                    loop.update(optimizer)
+
+        with pytest.raises(KeyboardInterrupt):
+            train(2)
+        assert loop.updates == 2
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        train()
+        # the epoch that was broken off is done again, whole
+        assert loop.updates == 2 + 8
+        loop.end_training()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_same_signal_again_changes_nothing(ended):

@@ -65,6 +65,8 @@ class StopSignals:
             signal.raise_signal(number)
             return
         if self.pending is not None and number == signal.SIGINT:
+            # what is done about it lies with the script, which may train on
+            self.pending = None
             self.remove()
             raise KeyboardInterrupt
         if self.pending is None:

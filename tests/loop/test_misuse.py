@@ -38,6 +38,16 @@ def test_a_loader_without_batches_is_told(make_loop, capsys):
     ]
 
 
+def test_a_dataset_in_place_of_its_loader_is_told(make_loop, capsys):
+    loop = make_loop()
+    data = TensorDataset(torch.zeros(5, 1))
+    loop.prepare(DataLoader(data, batch_size=5))
+    assert "is no DataLoader" not in capsys.readouterr().err
+    bare = loop.prepare(data)
+    assert "TensorDataset is no DataLoader: each of its items is taken for a batch" in capsys.readouterr().err
+    assert [x.shape for (x,) in bare] == [(1,)] * 5
+
+
 @pytest.mark.parametrize("course", ["epochs", "steps"])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_an_optimizer_that_was_not_prepared_is_told(make_loop, capsys, course, prepared):

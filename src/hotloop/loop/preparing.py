@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from hotloop.data import Loader
 from hotloop.errors import PrepareError
@@ -256,6 +257,10 @@ class Preparer:
         )
         if loader.unserved:
             self._say(loader.unserved)
+        if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+            self._say(
+                f"{type(source).__name__} is no DataLoader: each of its items is taken for a batch, in their order"
+            )
         self._say_if_empty(loader)
         loader.before_batch = functools.partial(self._before_batch, loader)
         self._window.watch(loader)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_unflatten
 
+from hotloop.capture.arguments import Opened
 from hotloop.capture.graphs import Recording
 from hotloop.capture.identities import SCALARS
 from hotloop.capture.ports import Port, can_be_port
-from hotloop.nested import tensors_of
 from hotloop.state import Landing
 
-__all__ = ["Entry", "describe", "holds_tensors", "only_tensors"]
+__all__ = ["Entry", "describe", "only_objects", "only_tensors"]
 
 _GRADIENT = operator.attrgetter("grad")
 # One launch copies many small tensors; for one of more elements than this it uses a few blocks of the device only, and
@@ -35,7 +37,7 @@ class Entry:
         inputs: tensors that the recording reads.
         written: numbers of those that it writes, too.
         outputs: leaves of what the step returned; tensors among them are written by each replay.
-        spec: the structure of `outputs`; `single`: it is one tensor.
+        around: makes what the step returned of other leaves; `single`: it is one tensor.
         effects: what the host does after each replay.
         ports: for each input, what says where the next replay reads it, None if it is copied beside the recording; an
             empty list for a recording without ports.
@@ -66,7 +68,7 @@ class Entry:
         self.inputs: list[torch.Tensor] = []
         self.written: list[int] = []
         self.outputs: list[Any] = []
-        self.spec: Any = None
+        self.around: Callable[[list[Any]], Any] = list
         self.single = False
         self.effects: list[Callable[[], None]] = []
         self.ports: list[Port | None] = []
@@ -110,8 +112,12 @@ class Entry:
 
     def keep(self, result: Any, effects: list[Callable[[], None]]) -> None:
         """What the recorded step returned, and what it leaves to the host after each replay."""
-        leaves, self.spec = tree_flatten(result)
-        self.outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        opened = Opened(result)
+        self.outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in opened.leaves]
+        self.around = functools.partial(tree_unflatten, treespec=opened.spec)
+        if opened.objects:
+            # objects that hold what was differentiated would keep all that its graph holds
+            self.around = functools.partial(Opened(opened.around(self.outputs)).around, anew=True)
         self.single = isinstance(result, torch.Tensor)
         self.effects = effects
         results = only_tensors(self.outputs)
@@ -265,23 +271,24 @@ def describe(leaf: Any) -> Any:
             return (*kind, leaf.layout)
         # the same memory says something else where it is to be conjugated or negated on reading
         return (*kind, leaf.stride(), leaf.is_conj(), leaf.is_neg())
+    if not isinstance(leaf, SCALARS):
+        return id(leaf)
+    if isinstance(leaf, float | complex) and not (leaf and isinstance(leaf, float)):
+        # the sign of a zero is seen in its text alone
+        return (type(leaf), repr(leaf))
     # 1, 1.0 and True are equal, and not the same to an operation
-    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else id(leaf)
-
-
-def holds_tensors(thing: Any) -> bool:
-    """Whether an object, one that is no module, holds tensors: a dataclass, a mapping of a library's own."""
-    if isinstance(thing, torch.nn.Module | type):
-        return False
-    values = list(getattr(thing, "__dict__", {}).values())
-    if isinstance(thing, Mapping):
-        values += thing.values()
-    return any(True for _ in tensors_of(values)) or any(True for _ in tensors_of(thing))
+    return (type(leaf), leaf)
 
 
 def only_tensors(leaves: list[Any]) -> list[torch.Tensor]:
     """The tensors among flattened arguments or results, in order."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def only_objects(leaves: list[Any]) -> list[Any]:
+    """What is neither a tensor nor known by its value or its name, in order."""
+    plain = (torch.Tensor, enum.Enum, type, *SCALARS)
+    return [leaf for leaf in leaves if not isinstance(leaf, plain)]
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

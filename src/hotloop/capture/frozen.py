@@ -59,7 +59,7 @@ class Frozen:
         self.changed: str | None = None
 
     def watch(self, argument: Any) -> bool:
-        """From the next look on, watch what the step may read of an object that it is given.
+        """From the next look on, watch what the step may read of an object that it is given, or of its class.
 
         False if there have been too many of them: it is another one each time.
         """

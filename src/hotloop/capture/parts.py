@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hotloop.capture.entry import describe, only_tensors
+from hotloop.capture.entry import describe, only_objects, only_tensors
 from hotloop.capture.frozen import Frozen
 from hotloop.capture.graphs import Recorder
 from hotloop.capture.host_streams import HostStreams
@@ -113,6 +113,9 @@ class ModuleGraphs:
             return module._call_impl(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = only_tensors(leaves)
+        if only_objects(leaves):
+            # what lies in an object, a replay would read where it lay
+            return module._call_impl(*args, **kwargs)
         try:
             state = self._frozen.look()
         except CaptureError as error:

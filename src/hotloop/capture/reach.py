@@ -111,6 +111,8 @@ class Reach:
             self._add_module(f"module {i}" if i else "the module", module, 0)
         self._follow("the step", function, 0)
         for name, thing in others:
+            if isinstance(thing, CONTAINERS):
+                self._watch(name, functools.partial(self._mark, thing), leads=True)
             self._follow(name, thing, 1)
 
     def _watch(self, name: str, get: Callable[[], Any], *, leads: bool = False) -> None:

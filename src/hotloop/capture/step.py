@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hotloop.capture.arguments import Opened
 from hotloop.capture.buckets import Buckets, Padding
 from hotloop.capture.checking import differing, keep, outcome_of
 from hotloop.capture.choosing import Choice
 from hotloop.capture.effects import find_effects
-from hotloop.capture.entry import Entry, describe, holds_tensors, only_tensors
+from hotloop.capture.entry import Entry, describe, only_tensors
 from hotloop.capture.forwards import CompiledForwards
 from hotloop.capture.frozen import Frozen
+from hotloop.capture.given import Given, Values, why_not_taken
 from hotloop.capture.graphs import Recorder
 from hotloop.capture.host import StepHost
-from hotloop.capture.identities import SCALARS
 from hotloop.capture.parts import Parts
 from hotloop.capture.ports import PortError
 from hotloop.capture.reasons import cause_of, first_line, host_names
 from hotloop.capture.recordings import Recordings
 from hotloop.capture.rehearsal import rehearse
-from hotloop.errors import CaptureError
 
 __all__ = ["CapturedStep"]
 
-_NEW_NUMBERS_IN_A_ROW = 8
 # So many calls are run eagerly while somebody's numbers stand in place of a schedule's, before they are recorded.
 _UNSETTLED_CALLS = 32
 
@@ -81,7 +79,7 @@ class CapturedStep:
         # entries of the state that everything frozen is in, by what distinguishes them in the usual call
         self._usual: dict[Any, Entry] = {}
         self._usual_state = -1
-        self._new_numbers, self._numbers = 0, list[Any]()
+        self._values = Values(self.name)
         self._unsettled = 0
         self._suspect: str | None = None
         self._compiled = CompiledForwards(host.device, host.modules, host.say)
@@ -144,7 +142,8 @@ class CapturedStep:
         self, recorder: Recorder, place: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call that is not like the one before in everything, or that no recording is there for yet."""
-        leaves, spec = tree_flatten((args, kwargs))
+        opened = Opened((args, kwargs))
+        leaves = opened.leaves
         padding, length, to = self._padding, None, None
         if padding is not None and (length := padding.length_of(leaves)) is not None:
             to, said = padding.choose(length)
@@ -162,24 +161,26 @@ class CapturedStep:
             shapes = tuple(padding.describe(leaf, length, to) for leaf in leaves)
         else:
             shapes = tuple(map(describe, leaves))
-        key = (place, waiting, state, self.compiles, spec, shapes)
+        key = (place, waiting, state, self.compiles, opened.key, shapes)
         assert self._recordings is not None
         entry = self._recordings.find(key)
         if entry is None:
-            entry = self._new_entry(self._recordings, key, leaves)
+            entry = self._new_entry(self._recordings, key, opened)
+            if self._recorder is None:
+                return self._run_eagerly(args, kwargs)
         if entry.recording is None:
             if padding is not None and length is not None and to is not None:
                 leaves = padding.pad(leaves, length, to)
-            result = self._towards_recording(recorder, entry, leaves, spec)
+            result = self._towards_recording(recorder, entry, opened, leaves)
             met = entry.recording is not None or entry.refused is not None
             if padding is not None and met and to == padding.lengths[-1]:
                 padding.first = False
             return result
-        self._new_numbers = 0
+        self._values.settle()
         tensors = only_tensors(leaves)
         if not entry.does_as_given(tensors) or (waiting and not entry.bring_gradients()):
             return self._run_eagerly(args, kwargs)
-        if padding is None and not kwargs and len(tensors) == len(args):
+        if padding is None and not kwargs and len(tensors) == len(args) and all(map(is_, tensors, args)):
             entry.expect(tensors)
             self._usual[place, waiting] = entry
         return self._replay(entry, tensors, args, kwargs, length)
@@ -197,35 +198,17 @@ class CapturedStep:
             frozen.changed = None
         return state
 
-    def _new_entry(self, recordings: Recordings, key: Any, leaves: list[Any]) -> Entry:
-        numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)]
-        if numbers != self._numbers:
-            self._numbers = numbers
-            self._new_numbers += 1
-            if self._new_numbers > _NEW_NUMBERS_IN_A_ROW:
-                raise CaptureError(
-                    f"{self.name}: an argument that is a Python number was another one in each of the last "
-                    f"{_NEW_NUMBERS_IN_A_ROW} calls; a captured step freezes it. Pass it as a tensor, or keep it in "
-                    "`loop.scalar(name)`"
-                )
+    def _new_entry(self, recordings: Recordings, key: Any, opened: Opened) -> Entry:
         entry = Entry(key, compiled=self.compiles)
+        if (restless := self._values.look(opened)) is not None:
+            self._give_up(restless)
+            return entry
         # what is known by its identity has to live as long as that is asked about
-        entry.held = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        entry.held = [leaf for leaf in opened.leaves if not isinstance(leaf, torch.Tensor)]
         recordings.add(entry)
-        tensors = only_tensors(leaves)
-        plain = (torch.Tensor, enum.Enum, type, *SCALARS)
-        objects = [leaf for leaf in leaves if not isinstance(leaf, plain)]
-        closed = next((o for o in objects if holds_tensors(o) or not self._frozen.watch(o)), None)
-        if closed is not None:
-            recordings.refuse(
-                entry,
-                f"an argument is an object of type {type(closed).__name__}, which a replay would not look into: pass "
-                "its tensors, or a tuple, a dict or a NamedTuple of them",
-            )
-        elif any(tensor.requires_grad for tensor in tensors):
-            recordings.refuse(entry, "an argument requires a gradient, which a replay would not hand on")
-        elif odd := next((t.layout for t in tensors if t.layout is not torch.strided), None):
-            recordings.refuse(entry, f"an argument is a tensor of layout {odd}, which cannot be written anew")
+        refusal = why_not_taken(opened, self._frozen)
+        if refusal is not None:
+            recordings.refuse(entry, refusal)
         return entry
 
     # -------------------------------------------------------------------------------------------- replaying
@@ -286,7 +269,7 @@ class CapturedStep:
         results = entry.outputs
         if self._clone:
             results = [r.clone() if isinstance(r, torch.Tensor) else r for r in results]
-        return results[0] if entry.single else tree_unflatten(results, entry.spec)
+        return results[0] if entry.single else entry.around(results)
 
     def _replay_checked(
         self, entry: Entry, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any], length: int | None
@@ -301,9 +284,9 @@ class CapturedStep:
         live |= {f"argument {i}": tensor for i, (tensor, _) in enumerate(entry.written_of(tensors))}
         kept = keep(live, fingerprint.parameters, [*self._host.generators(), *fingerprint.generators])
         if length is not None and self._padding is not None:
-            leaves, spec = tree_flatten((args, kwargs))
+            opened = Opened((args, kwargs))
             to = self._padding.length_of(entry.inputs) or length
-            args, kwargs = self._arguments(self._padding.pad(leaves, length, to), spec)
+            args, kwargs = self._arguments(opened, self._padding.pad(opened.leaves, length, to))
         with self._forwards(), self._host.recording() as effects:
             result = recorder.warm(lambda: self.function(*args, **kwargs))
         plain = outcome_of(kept, result)
@@ -314,7 +297,7 @@ class CapturedStep:
             self._leave_ports(error)
         else:
             entry.place_gradients()
-            replayed = outcome_of(kept, tree_unflatten(entry.outputs, entry.spec))
+            replayed = outcome_of(kept, entry.around(entry.outputs))
             self.checks += 1
             odd = differing(kept, plain, replayed)
             if odd is None:
@@ -329,11 +312,11 @@ class CapturedStep:
 
     # -------------------------------------------------------------------------------------------- recording
 
-    def _towards_recording(self, recorder: Recorder, entry: Entry, leaves: list[Any], spec: Any) -> Any:
+    def _towards_recording(self, recorder: Recorder, entry: Entry, opened: Opened, leaves: list[Any]) -> Any:
         """A real step, eagerly, until there were enough; then the recording and its first replay."""
-        args, kwargs = self._arguments(leaves, spec)
         if entry.refused is not None:
-            return self._run_eagerly(args, kwargs)
+            return self._run_eagerly(*opened.structure)
+        args, kwargs = self._arguments(opened, leaves)
         # compiling itself waits for the device: the call that is watched for waits comes after it
         needed = self._host.warm_calls if self.captures == 0 else 2 if entry.compiled else 1
         if entry.warm < needed:
@@ -341,7 +324,7 @@ class CapturedStep:
             # one that raised was no step, and what raises anyway is not recorded
             entry.warm += 1
             return result
-        if not self._record(recorder, entry, leaves, spec):
+        if not self._record(recorder, entry, opened, leaves):
             return self._run_eagerly(args, kwargs)
         tensors = only_tensors(leaves)
         if recorder.runs_while_recording:
@@ -363,6 +346,7 @@ class CapturedStep:
     def _warm(self, recorder: Recorder, entry: Entry, args: Any, kwargs: Any, *, watched: bool) -> Any:
         """An eager step on the recording stream; the one before recording is watched for waits."""
         fingerprint, choice = self._frozen.fingerprint, self._choice
+        given = Given((args, kwargs))
         trial = choice if choice is not None and entry.compiled and choice.untried else None
         gradients = [p.grad for p in fingerprint.parameters] if trial is not None else []
 
@@ -383,12 +367,16 @@ class CapturedStep:
         self._suspect = seen.suspect
         if seen.reason is not None:
             self._give_up(seen.reason)
+        elif (refusal := given.why_not_replayed(seen.result, clone=self._clone)) is not None:
+            assert self._recordings is not None
+            self._recordings.refuse(entry, refusal)
         return seen.result
 
-    def _record(self, recorder: Recorder, entry: Entry, leaves: list[Any], spec: Any) -> bool:
+    def _record(self, recorder: Recorder, entry: Entry, opened: Opened, leaves: list[Any]) -> bool:
         """Record the step for this shape; False if it cannot be, and then it runs eagerly."""
         fingerprint = self._frozen.fingerprint
-        args, kwargs = self._arguments(entry.take_inputs(leaves), spec)
+        args, kwargs = self._arguments(opened, entry.take_inputs(leaves))
+        given = Given((args, kwargs))
         entry.parameters = fingerprint.parameters
         entry.before = self._host.hold_gradients(entry.parameters)
 
@@ -404,7 +392,7 @@ class CapturedStep:
         ports = self._ports and recorder.ports
         feeds = entry.feeds(leaves) if ports else None
         try:
-            with self._forwards(), self._host.recording(ports=ports) as effects:
+            with self._forwards(), given.noting(), self._host.recording(ports=ports) as effects:
                 entry.recording, result = recorder.record(work, fingerprint.generators, feeds)
             if feeds is not None:
                 entry.open_ports(feeds, effects.landings)
@@ -417,33 +405,37 @@ class CapturedStep:
             if isinstance(error, PortError):
                 entry.forget()
                 self._leave_ports(error)
-                return self._record(recorder, entry, leaves, spec)
+                return self._record(recorder, entry, opened, leaves)
             if isinstance(error, torch.OutOfMemoryError):
                 self._usual.clear()
                 assert self._recordings is not None
                 if self._recordings.make_room(entry, first_line(error)):
-                    return self._record(recorder, entry, leaves, spec)
+                    return self._record(recorder, entry, opened, leaves)
             elif self._choice is not None and entry.compiled:
                 self._choice.refuse(f"{self.name} is recorded with eager kernels: {cause_of(error)}")
             else:
                 self._give_up(self._suspect or cause_of(error))
             return False
-        entry.keep(result, effects)
-        self.captures += 1
-        if not entry.does_as_given(only_tensors(leaves)):
+        refusal = given.why_not_replayed(result, clone=self._clone)
+        if refusal is None:
+            entry.keep(result, effects)
+            self.captures += 1
+            if not entry.does_as_given(only_tensors(leaves)):
+                refusal = "it writes into an argument, and two arguments are one memory"
+        if refusal is not None:
             entry.leave_gradients()
             entry.forget()
             assert self._recordings is not None
-            self._recordings.refuse(entry, "it writes into an argument, and two arguments are one memory")
-            return False
-        return True
+            self._recordings.refuse(entry, refusal)
+        return refusal is None
 
     # -------------------------------------------------------------------------------------------- running
 
-    def _arguments(self, leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, opened: Opened, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of the function; a mask of what is padded comes last among the leaves."""
-        args, kwargs = tree_unflatten(leaves[: spec.num_leaves], spec)
-        if len(leaves) > spec.num_leaves and self._padding is not None:
+        count = len(opened.leaves)
+        args, kwargs = opened.around(leaves[:count])
+        if len(leaves) > count and self._padding is not None:
             kwargs = {**kwargs, str(self._padding.buckets.mask): leaves[-1]}
         return args, kwargs
 
@@ -456,9 +448,9 @@ class CapturedStep:
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         padding = self._padding
         if padding is not None and padding.buckets.mask is not None and padding.buckets.mask not in kwargs:
-            leaves, spec = tree_flatten((args, kwargs))
-            if (length := padding.length_of(leaves)) is not None:
-                args, kwargs = self._arguments(padding.pad(leaves, length, length), spec)
+            opened = Opened((args, kwargs))
+            if (length := padding.length_of(opened.leaves)) is not None:
+                args, kwargs = self._arguments(opened, padding.pad(opened.leaves, length, length))
         if self._host.eager:
             return self.function(*args, **kwargs)
         with self._forwards():

@@ -458,7 +458,7 @@ def test_what_is_returned_keeps_no_graph_of_autograd():
     del w
     gc.collect()
     assert node() is None
-    assert entry.around([torch.tensor(3.0)]).loss.item() == 3.0
+    assert entry.around([torch.tensor(3.0), "kept"]).loss.item() == 3.0
 
 
 def test_an_object_returned_that_is_not_looked_into(filmed_loop, capsys):

@@ -185,6 +185,18 @@ def test_without_a_total_there_is_count_and_rate_but_no_time_left() -> None:
     progress.close()
 
 
+def test_a_run_that_is_over_before_a_line_was_due_tells_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0, 0, 0]
+    monkeypatch.setattr(progress_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    stream = io.StringIO()
+    progress = Progress(stream, clock=lambda: (int(now[1]), 0), samples=lambda: int(now[2]))
+    progress.set_totals(100)
+    now[:] = [12.0, 100, 3200]
+    progress.close()
+    # 100 steps and 3,200 samples in two seconds
+    assert stream.getvalue().split("  ")[:3] == ["100/100 100%", "50.0 steps/s", "1600 samples/s"]
+
+
 def test_without_a_clock_the_logged_step_is_shown() -> None:
     progress = Progress(io.StringIO())
     progress.write_rows([Row(41, 0.0, {})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import shutil
 import sys
@@ -78,10 +79,15 @@ class Progress:
             return
         with self._lock:
             self._total_updates, self._total_epochs = total_updates, total_epochs
-            if self._thread is None:
+            begins = self._thread is None
+            if begins:
                 # a new pass, maybe in another cell or in one that was cleared: a notebook gets a new output
                 self._display = None
         self.start()
+        if begins and self._mode == "plain":
+            # nothing is drawn yet: the first line that is printed tells the rate since now
+            with contextlib.suppress(Exception):
+                self._measure()
 
     def start(self) -> None:
         """Begin to draw; calling it again does nothing until `end`."""

@@ -119,6 +119,47 @@ def test_the_order_of_preparing_does_not_matter() -> None:
     assert Run("bf16-true", order="optimizer first").go(clip=1.0) == losses
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, hotloop.optim.AdamW])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_group_that_is_added_late_has_masters_too(optimizer: Any, loaded: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    full = [p.detach().clone() for p in model[1].parameters()]
+    made = optimizer(model[0].parameters(), lr=0.01)
+    loop = hotloop.Loop("bf16-true", device="cpu", record=False)
+    model, made = loop.prepare(model, made)
+    x = torch.randn(4, 8)
+
+    def train() -> None:
+        loop.backward(model(x).square().mean())
+        made.step()
+        model.zero_grad()
+
+    train()
+    made.add_param_group({"params": list(model[1].parameters())})
+    if loaded:
+        with torch.no_grad():
+            model[1].bias.fill_(0.5)
+        full[1].fill_(0.5)
+    reference = [nn.Parameter(f.clone()) for f in full]
+    right = optimizer(reference, lr=0.01)
+    for _ in range(3):
+        loop.backward(model(x).square().mean())
+        for q, p in zip(reference, model[1].parameters(), strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.float()
+        made.step()
+        right.step()
+        model.zero_grad()
+    masters = masters_of(made)
+    assert masters is not None
+    for p, q in zip(model[1].parameters(), reference, strict=True):
+        master = masters.get(p)
+        assert master is not None
+        assert torch.equal(master, q.detach())
+        assert torch.equal(p.detach(), master.bfloat16())
+
+
 def test_an_optimizer_of_two_models_prepared_one_after_the_other() -> None:
     torch.manual_seed(0)
     a, b = nn.Linear(8, 8), nn.Linear(8, 8)

@@ -23,6 +23,7 @@ __all__ = [
     "MasterPairs",
     "add_masters",
     "clears_as_torch",
+    "first_master",
     "is_sixteen_bit",
     "keep_precision",
     "masters_of",
@@ -110,6 +111,18 @@ def new_master(parameter: Tensor) -> Tensor:
     return parameter.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
 
 
+def first_master(parameter: Tensor) -> Tensor:
+    """Where the master of a 16-bit `parameter` begins unless told: at what that was rounded from, if this is known."""
+    from hotloop.precision.weights import take_originals
+
+    master = new_master(parameter)
+    original = take_originals([parameter]).get(parameter)
+    if original is not None:
+        # weights loaded since then count
+        torch.where(original.to(parameter.dtype) == parameter, original, master, out=master)
+    return master
+
+
 def widen_state(state: dict[str, Any]) -> None:
     """Make the floating state of one parameter float32, but for its counter, in place."""
     for name, value in state.items():
@@ -155,11 +168,13 @@ class _AddedMasters(MasterPairs):
                 if not is_sixteen_bit(p) or self.get(p) is not None:
                     continue
                 given = values.get(p)
-                self.add(p, new_master(p if given is None else given))
+                self.add(p, first_master(p) if given is None else new_master(given))
                 widen_state(optimizer.state.get(p, {}))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self.put_back(optimizer)
+        # groups added since the last step
+        self.cover(optimizer, {})
         self.refresh()
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         self._put_in(optimizer)
@@ -242,8 +257,8 @@ def add_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None = None) -
     """Let any optimizer keep float32 masters of its 16-bit parameters; returns the same optimizer.
 
     Its state is float32 too. The parameter is rewritten, rounded, at each step; `state_dict` carries the masters under
-    "master". Call it when the parameters have their 16-bit dtype; again, it looks after those that have come since. A
-    pickled or deep-copied optimizer of torch's carries none: call it again on the copy.
+    "master". Call it when the parameters have their 16-bit dtype; those that come later have masters from the next
+    step on. A pickled or deep-copied optimizer of torch's carries none: call it again on the copy.
 
     Args:
         optimizer: a `torch.optim.Optimizer`; hotloop's own keep masters by themselves and take only `values`.

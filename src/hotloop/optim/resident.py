@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 
 from hotloop.errors import OptimizerError
 from hotloop.optim.batch import Batch, Refusal
-from hotloop.optim.masters import MasterPairs, is_sixteen_bit, keep_precision, new_master, widen_state
+from hotloop.optim.masters import (
+    MasterPairs,
+    first_master,
+    is_sixteen_bit,
+    keep_precision,
+    new_master,
+    widen_state,
+)
 
 if TYPE_CHECKING:
     from hotloop.kernels import Tables
@@ -145,7 +152,7 @@ class ResidentOptimizer(Optimizer):
         state, weight = self.state[p], p.detach()
         if self._keeps_master(p, group):
             if "master" not in state:
-                state["master"] = new_master(p if value is None else value)
+                state["master"] = first_master(p) if value is None else new_master(value)
                 self._hotloop_masters.add(p, state["master"])
             weight = state["master"]
         if self._counts and "step" not in state:
@@ -176,7 +183,7 @@ class ResidentOptimizer(Optimizer):
                     elif "master" not in state:
                         # steps were made without: in fp32, or in 16 bits
                         widen_state(state)
-                        state["master"] = new_master(p if given is None else given)
+                        state["master"] = first_master(p) if given is None else new_master(given)
                         self._hotloop_masters.add(p, state["master"])
                     elif given is not None:
                         state["master"].copy_(given)

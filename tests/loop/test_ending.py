@@ -54,6 +54,19 @@ def test_a_with_block_flushes_everything(tmp_path):
     assert again.resume(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_rows_of_what_a_checkpoint_holds_are_stored_before_it(tmp_path, monkeypatch, wait):
+    # the thread that stores rows never comes to it
+    monkeypatch.setattr("hotloop.metrics.log._PERIOD_S", 1e9)
+    folder = tmp_path / "run"
+    loop, model, optimizer = build(folder)
+    train(loop, model, optimizer)
+    loop.save_state(tmp_path / "checkpoint", wait=wait)
+    loop._saver.wait()
+    assert [row["step"] for row in rows_of(folder)] == [1, 100, 2, 101, 3, 102]
+    loop.end_training()
+
+
 @pytest.mark.parametrize(
     ("raised", "status"),
     [(KeyError("x"), "failed"), (KeyboardInterrupt(), "interrupted"), (SystemExit(3), "interrupted")],

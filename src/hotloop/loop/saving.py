@@ -144,7 +144,9 @@ class Saver:
             },
         )
         if self._processes.is_main:
-            self._storage().save(target, snapshot, keep=self.keep, wait=wait)
+            # a kill loses rows of later updates alone: a resumed run does not write again what it does not repeat
+            rows = self._session.log.flush
+            self._storage().save(target, snapshot, keep=self.keep, wait=wait, first=rows)
         if wait:
             self._processes.barrier()
 

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Checkpoints:
         *,
         keep: int | None = 1,
         wait: bool = False,
+        first: Callable[[], None] | None = None,
     ) -> None:
         """Save `snapshot` as `folder/step-<10 digits>`, atomically; a checkpoint of that step is replaced.
 
@@ -57,6 +59,8 @@ class Checkpoints:
                 once the new one is durable. None keeps all. Those of a later step than this one are never
                 deleted.
             wait: return only when the checkpoint is durable.
+            first: what has to be done before there is a checkpoint that follows it; called where it is written.
+                What it raises is the save's fault.
 
         Raises:
             SettingError: keep is less than 1.
@@ -78,7 +82,7 @@ class Checkpoints:
             held = writer.hold(snapshot, clone=not wait)
             held.meta = {**_circumstances(), **held.meta}
             writer.check_space(target, held.copies.size_bytes)
-            saving = _Saving(self, lock, held, keep)
+            saving = _Saving(self, lock, held, keep, first)
         except BaseException:
             lock.release()
             raise
@@ -122,12 +126,18 @@ class _Saving:
     _failed: list[_Saving] = []  # noqa: RUF012 - one list for the process on purpose
 
     def __init__(
-        self, owner: Checkpoints, lock: FolderLock, held: writer.HeldSnapshot, keep: int | None
+        self,
+        owner: Checkpoints,
+        lock: FolderLock,
+        held: writer.HeldSnapshot,
+        keep: int | None,
+        first: Callable[[], None] | None,
     ) -> None:
         self._owner = owner
         self._lock = lock
         self._held: writer.HeldSnapshot | None = held
         self._keep = keep
+        self._first = first
         self._fault: BaseException | None = None
         self._process = os.getpid()
         # Not a daemon: the interpreter waits for it at exit.
@@ -139,6 +149,8 @@ class _Saving:
     def run(self) -> None:
         assert self._held is not None
         try:
+            if self._first is not None:
+                self._first()
             self._owner.last = writer.write(self._lock, self._held, self._keep)
         except BaseException as fault:
             self._fault = fault

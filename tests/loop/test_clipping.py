@@ -135,6 +135,44 @@ def test_a_layer_that_learns_from_a_later_step_on_is_seen(make_loop, loops):
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("loops", [loops for loops in LOOPS if loops[2] == 1])
+def test_gradients_that_the_model_cleared_after_clipping_are_made_true_anew(make_loop, loops):
+    loop, model, (optimizer,) = start(make_loop, *loops)
+    before = copy.deepcopy(model.state_dict())
+    for _ in backpropagate(loop, model):
+        loop.clip_grad_norm_(everything(model), 0.1)
+        model.zero_grad()
+    for _ in backpropagate(loop, model):
+        total = loop.clip_grad_norm_(everything(model), 1e3)
+        optimizer.step()
+    right, norm = plain([(everything, 1e3)])
+    torch.testing.assert_close(total, norm, rtol=1e-5, atol=0)
+    for (k, p), q in zip(model.named_parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), before[k] - 0.1 * q.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loops", [loops for loops in LOOPS if loops[2] == 1])
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_second_backward_after_a_clipping_is_seen_too(make_loop, loops, value):
+    """One loss and its clipping after the other, for one optimizer."""
+    loop, model, (optimizer,) = start(make_loop, *loops)
+    before = copy.deepcopy(model.state_dict())
+    right = make_model()
+    inner = right[0](X).square().mean()
+    inner.backward()
+    nn.utils.clip_grad_norm_(first(right), 0.1)
+    F.mse_loss(right[1](right[0](X).detach()), Y).backward()
+    loop.backward(model[0](X).square().mean())
+    loop.clip_grad_norm_(first(model), 0.1)
+    loop.backward(F.mse_loss(model[1](model[0](X).detach()), Y))
+    if value is not None:
+        model[1].weight.grad[0, 0] = value
+    optimizer.step()
+    for (k, p), q in zip(model.named_parameters(), right.parameters(), strict=True):
+        expected = before[k] - 0.1 * q.grad if value is None else before[k]
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("loops", LOOPS)
 def test_an_update_given_up_after_clipping_leaves_nothing_to_the_next(make_loop, loops):
     loop, model, (optimizer,) = start(make_loop, *loops)

@@ -236,6 +236,40 @@ def test_fp16_scale_follows_torchs_grad_scaler(make_loop):
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("clippings", [0, 1, 2, 3])
+def test_fp16_scale_counts_an_update_once_however_often_it_is_clipped(make_loop, clippings):
+    loop = make_loop("resident", scaled=True, nonfinite="skip")
+    loop._state.scale.interval = 3
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=3)
+    model = nn.Linear(8, 1)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.01)
+    model, optimizer = loop.prepare(model, optimizer)
+    for step in range(24):
+        loop.backward(F.mse_loss(model(X), Y))
+        scaler.scale(F.mse_loss(twin(X), Y)).backward()
+        if step in (2, 3, 9, 17):
+            model.weight.grad[0, 0] = twin.weight.grad[0, 0] = float("inf")
+        for max_norm in (1.0, 0.5, 0.25)[:clippings]:
+            loop.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.unscale_(reference)
+        for max_norm in (1.0, 0.5, 0.25)[:clippings]:
+            nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        for each in (
+            optimizer.step,
+            lambda: scaler.step(reference),
+            optimizer.zero_grad,
+            reference.zero_grad,
+        ):
+            each()
+        scaler.update()
+        assert loop._state.scale.value.item() == scaler.get_scale()
+        assert loop._state.scale.state_dict()["quiet"] == scaler._get_growth_tracker()
+    assert loop.skipped == 4
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-5, atol=1e-7)
+
+
 def test_fp16_overflow_at_the_floor_is_a_fault(make_loop):
     loop = make_loop("resident", scaled=True, nonfinite="stop")
     model = nn.Linear(8, 1)

@@ -113,7 +113,8 @@ class HostUpdates(Updates):
             return self._step_with(closure)
         factor = 1.0 if window.plain else float(window.factor())
         finite = self._finite or not state.watching
-        if not self.judged:
+        if not self.judged or state.noted() != self._noted:
+            # a backward after the clipping has made further gradients
             rest = self._remaining()
             if state.watching:
                 finite = state.judge(rest, factor) and finite
@@ -156,8 +157,9 @@ class HostUpdates(Updates):
         self._finish()
         self._on_bad(self)
 
-    def _forget_marks(self) -> None:
-        super()._forget_marks()
+    def forget_marks(self) -> None:
+        """See `Updates.forget_marks`."""
+        super().forget_marks()
         self._finite = True
 
     def judge_later(self, total: torch.Tensor) -> None:
@@ -187,7 +189,7 @@ class HostUpdates(Updates):
         value = total.item()
         finite = value - value == 0.0
         self._finite = self._finite and finite
-        self.judged = self._covers(listed)
+        self.judged, self._noted = self._covers(listed), self.state.noted()
         # a coefficient of exactly 1 changes nothing; NaN must spread as it does in torch
         if not value <= max_norm - 1e-6 and gradients:
             torch._foreach_mul_(gradients, clip_coefficient(total, max_norm))

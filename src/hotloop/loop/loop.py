@@ -259,6 +259,8 @@ class Loop:
             loss = window.weigh(loss, weight)
             if isinstance(self._state, HostState) and self._watching:
                 window.loss_bad = not self._state.losses_finite()
+        for updates in self._updates:
+            updates.reopen()
         replicated = self._preparer.replicated
         if window.boundary:
             for binding in replicated:

@@ -58,6 +58,7 @@ class ResidentUpdates(Updates):
         self._looked = False
         self._coefficient: torch.Tensor | None = None
         self._norms: list[torch.Tensor] = []
+        self._told = False
         self._tables: Tables | None = None
         self._after = after
 
@@ -84,9 +85,10 @@ class ResidentUpdates(Updates):
                 f"{type(self.optimizer).__name__}.step(closure) reads its loss on the host at every evaluation; call "
                 'it on an unprepared optimizer, or use device="cpu"'
             )
-        if not self.judged:
+        if not self.judged or state.noted() != self._noted:
+            # not clipped, or a backward after the clipping has made further gradients
             factor = 1.0 if window.plain else window.factor()
-            state.judge(self.verdict, self._remaining(), factor, self._norms)
+            state.judge(self.verdict, self._remaining(), factor, self._norms, again=self._told)
         state.close_losses()
         if state.tape is not None and not self.recordable():
             # the graph ends with the gradients; this optimizer steps eagerly after each replay
@@ -166,9 +168,11 @@ class ResidentUpdates(Updates):
         self.pending = marks
         self.behind = False
 
-    def _forget_marks(self) -> None:
-        super()._forget_marks()
+    def forget_marks(self) -> None:
+        """See `Updates.forget_marks`."""
+        super().forget_marks()
         self._norms = []
+        self._told = False
 
     def judge_later(self, total: torch.Tensor) -> None:
         """See `Updates.judge_later`."""
@@ -208,11 +212,11 @@ class ResidentUpdates(Updates):
             if gradients:
                 torch._foreach_mul_(gradients, coefficient)
         if self._covers(listed):
-            self.judged = True
-            self.state.judge_norms(self.verdict, [total, *self._norms])
-        else:
-            # its factor is 0 or NaN if it is not finite, which the gradients then need not show
-            self._norms.append(total)
+            self.judged, self._noted = True, self.state.noted()
+            self.state.judge_norms(self.verdict, [total, *self._norms], again=self._told)
+            self._told = True
+        # its factor is 0 or NaN if it is not finite, which the gradients then need not show
+        self._norms.append(total)
         return total
 
     def _clip_by_kernel(
@@ -234,8 +238,8 @@ class ResidentUpdates(Updates):
     def make_true(self) -> None:
         """Multiply the gradients by the window's factor now, so that `p.grad` is what the update will use."""
         factor = 1.0 if self.window.plain else self.window.factor()
-        self.state.judge(self.verdict, self._remaining(), factor, self._norms)
-        self.judged = True
+        self.state.judge(self.verdict, self._remaining(), factor, self._norms, again=self._told)
+        self.judged, self._noted, self._told = True, self.state.noted(), True
         self._scaled.update(id(p) for p in self.parameters())
 
     def was_applied(self) -> bool:

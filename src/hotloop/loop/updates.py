@@ -39,6 +39,7 @@ class Updates(ABC):
         self.pending = 0
         self.folding = False
         self.judged = False
+        self._noted = -1
         self._scaled: set[int] = set()
         self._stepped_in = -1
         self._dense: bool | None = None
@@ -103,7 +104,7 @@ class Updates(ABC):
         """`zero`, and what is known of the gradients that it clears goes with them."""
 
         def clear(set_to_none: bool = True) -> None:
-            self._forget_marks()
+            self.forget_marks()
             pairs = self.optimizer.__dict__.get("_hotloop_masters")
             if pairs is not None:
                 pairs.put_back(self.optimizer)
@@ -146,7 +147,7 @@ class Updates(ABC):
         for name, value in counts.items():
             if hasattr(self, name):
                 setattr(self, name, value)
-        self._forget_marks()
+        self.forget_marks()
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the optimizer."""
@@ -189,9 +190,21 @@ class Updates(ABC):
 
     def _clear(self) -> None:
         self.pending = 0
-        self._forget_marks()
+        self.forget_marks()
 
-    def _forget_marks(self) -> None:
+    def reopen(self) -> None:
+        """A backward begins: it may make gradients that no clipping before it has seen."""
+        if not self.judged and not self._scaled:
+            return
+        self.judged = False
+        kept = {id(p) for p in self.parameters() if p.grad is not None}
+        if kept:
+            self._scaled &= kept
+        else:
+            # the update that was clipped is given up, by whoever cleared its gradients
+            self.forget_marks()
+
+    def forget_marks(self) -> None:
         """What clippings found out of the gradients is of no use any more."""
         self.judged = False
         if self._scaled:

@@ -39,6 +39,10 @@ class HostState:
         # looked at when the update comes, beside the gradients: asking here would cost twice as much
         self.losses.append(loss)
 
+    def noted(self) -> int:
+        """How many losses wait to be judged."""
+        return len(self.losses)
+
     def close_losses(self) -> None:
         """The losses noted so far have been judged."""
         self.losses.clear()

@@ -102,6 +102,10 @@ class ResidentState:
         # `.data` has a version counter of its own: the check multiplies it by 1 in place, and autograd may not mind
         self._losses.append(loss.data)
 
+    def noted(self) -> int:
+        """How many losses wait to be judged; where several processes share them, 0 or 1."""
+        return len(self._losses)
+
     def close_losses(self) -> None:
         """The losses noted so far have been judged."""
         self._losses.clear()
@@ -126,25 +130,33 @@ class ResidentState:
         gradients: list[torch.Tensor],
         factor: float | torch.Tensor,
         norms: Sequence[torch.Tensor] = (),
+        *,
+        again: bool = False,
     ) -> None:
         """Multiply `gradients` by their factor in place and set the verdict, in one pass over them.
 
-        `norms`, 0-d, are over further gradients, which are true already.
+        `norms`, 0-d, are over further gradients, which are true already. `again` judges the same update once more: the
+        loss scale has heard of it.
         """
         inverse = self.inverse(factor)
         if not self.watching and self.scale is None:
             if inverse is not self._one and gradients:
                 torch._foreach_mul_(gradients, inverse)
             return
-        self._pronounce(verdict, gradients, inverse, list(norms))
+        self._pronounce(verdict, gradients, inverse, list(norms), again)
 
-    def judge_norms(self, verdict: Verdict, norms: list[torch.Tensor]) -> None:
+    def judge_norms(self, verdict: Verdict, norms: list[torch.Tensor], *, again: bool = False) -> None:
         """Set the verdict from norms, 0-d, over gradients that are true already; no pass over those."""
         if self.watching or self.scale is not None:
-            self._pronounce(verdict, [], self._one, norms)
+            self._pronounce(verdict, [], self._one, norms, again)
 
     def _pronounce(
-        self, verdict: Verdict, tensors: list[torch.Tensor], inverse: torch.Tensor, norms: list[torch.Tensor]
+        self,
+        verdict: Verdict,
+        tensors: list[torch.Tensor],
+        inverse: torch.Tensor,
+        norms: list[torch.Tensor],
+        again: bool,
     ) -> None:
         check = torch._amp_foreach_non_finite_check_and_unscale_
         if self.scale is None:
@@ -173,7 +185,8 @@ class ResidentState:
             if bad is not verdict.bad:
                 verdict.bad.copy_(bad)
         torch.maximum(self._overflow, verdict.bad, out=verdict.refuse)
-        self.scale.update(self._overflow)
+        if not again:
+            self.scale.update(self._overflow)
 
     def count(self, verdict: Verdict, wishes: torch.Tensor | None = None) -> torch.Tensor | None:
         """Count on the device the update just made or refused; returns what the host is to hear of it.

@@ -20,6 +20,12 @@ def test_a_tracker_that_is_none_is_refused_at_once():
         hotloop.Loop(record=False, device="cpu", trackers=["tensorboard"])
 
 
+@pytest.mark.parametrize("given", ["started", 0.5, [("loss", 1.0)]])
+def test_a_logged_value_without_a_name_is_told_how(make_loop, given):
+    with pytest.raises(hotloop.HotloopError, match=r"log\(loss=\.\.\.\)"):
+        make_loop().log(given)
+
+
 @pytest.mark.parametrize("given", ["tensorboard", 3])
 def test_a_tracker_that_is_none_is_named_whole(given):
     with pytest.raises(hotloop.HotloopError, match=f"trackers={given!r} is no tracker"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hotloop.errors import CheckpointError, NonFiniteError, PrepareError, SettingError
+from hotloop.errors import CheckpointError, HotloopError, NonFiniteError, PrepareError, SettingError
 from hotloop.hardware.devices import find_device
 from hotloop.hardware.kind import machine_kind
 from hotloop.hardware.processes import find_local_rank, find_processes
@@ -26,12 +26,12 @@ from hotloop.loop.observing import OBSERVERS
 from hotloop.loop.preparing import Preparer
 from hotloop.loop.saving import Saver
 from hotloop.loop.session import Session, sinks_of
+from hotloop.loop.together import Together
 from hotloop.loop.updates import updates_of
 from hotloop.loop.window import Weight, Window
 from hotloop.metrics import Sink
 from hotloop.nested import map_tensors
 from hotloop.optim import gradients_of, total_norm
-from hotloop.parallel import collectives
 from hotloop.parallel.plan import Plan
 from hotloop.precision import Precision, autocast_context, find_precision
 from hotloop.seeds import seed_everything
@@ -46,7 +46,7 @@ __all__ = ["Loop", "make_state"]
 StrPath = str | os.PathLike[str]
 
 
-class Loop:
+class Loop(Together):
     """Your own training loop on whatever hardware is there.
 
     Args:
@@ -431,8 +431,15 @@ class Loop:
         """Log numbers and one-element tensors by name; never waits for the device.
 
         They go to the progress line, the record's metrics.jsonl and the trackers. `step` defaults to `updates`.
+
+        Raises:
+            HotloopError: no names with values, a name that every row has ("step", "time"), or no number.
         """
         if values is not None:
+            if not isinstance(values, Mapping):
+                raise HotloopError(
+                    f"log({values!r}): values have names: log(loss=...) or log({{'loss': ...}})"
+                )
             named = {**values, **named}
         if self._resident is not None and self._resident.tape is not None:
             self._resident.tape.append(lambda: self._write_row(self.updates if step is None else step, named))
@@ -462,38 +469,6 @@ class Loop:
         """`print`, in one process only, beside the progress line."""
         if self.processes.is_main:
             self._session.progress.print(*args, **kwargs)
-
-    # ------------------------------------------------------------------------------------------------ processes
-
-    @property
-    def is_main_process(self) -> bool:
-        """True in the one process that prints, records and saves."""
-        return self.processes.is_main
-
-    def wait_for_everyone(self) -> None:
-        """Return once every process has arrived here."""
-        self.processes.barrier()
-
-    def gather(self, data: Any) -> Any:
-        """Tensors of all ranks concatenated along dim 0, in rank order; ranks may differ in its length."""
-        return collectives.gather(data, self.processes, uneven=True)
-
-    def gather_for_metrics(self, data: Any) -> Any:
-        """`gather` without what a rank replayed to keep the others company."""
-        if self._replays():
-            data = map_tensors(data, lambda t: t[:0])
-        return collectives.gather(data, self.processes, uneven=True)
-
-    def _replays(self) -> bool:
-        """Whether the batch that the script works on is one that was given again to keep others company."""
-        if self.processes.world == 1:
-            return False
-        loader = self._window.in_hand()
-        return loader is not None and bool(loader.is_replay)
-
-    def reduce(self, data: Any, how: str = "sum") -> Any:
-        """Tensors reduced elementwise over ranks: "sum", "mean", "max" or "min"."""
-        return collectives.reduce(data, self.processes, how)
 
     # ------------------------------------------------------------------------------------------------ state
 

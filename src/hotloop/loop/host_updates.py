@@ -157,6 +157,9 @@ class HostUpdates(Updates):
         self._finish()
         self._on_bad(self)
 
+    def _is_marked(self) -> bool:
+        return self.judged or not self._finite or bool(self._scaled)
+
     def forget_marks(self) -> None:
         """See `Updates.forget_marks`."""
         super().forget_marks()

@@ -168,6 +168,9 @@ class ResidentUpdates(Updates):
         self.pending = marks
         self.behind = False
 
+    def _is_marked(self) -> bool:
+        return self.judged or self._told or bool(self._scaled) or bool(self._norms)
+
     def forget_marks(self) -> None:
         """See `Updates.forget_marks`."""
         super().forget_marks()

@@ -102,13 +102,21 @@ class Updates(ABC):
 
     def _forgetting(self, zero: Callable[..., None]) -> Callable[..., None]:
         """`zero`, and what is known of the gradients that it clears goes with them."""
+        optimizer, own = self.optimizer, vars(self.optimizer)
+        short = zero == self._forget_gradients
 
         def clear(set_to_none: bool = True) -> None:
-            self.forget_marks()
-            pairs = self.optimizer.__dict__.get("_hotloop_masters")
-            if pairs is not None:
-                pairs.put_back(self.optimizer)
-            zero(set_to_none)
+            if self._is_marked():
+                self.forget_marks()
+            if "_hotloop_masters" in own:
+                own["_hotloop_masters"].put_back(optimizer)
+            if short and set_to_none:
+                # as `_forget_gradients`; a call costs more than what it does to a small model
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = None
+            else:
+                zero(set_to_none)
 
         return clear
 
@@ -203,6 +211,10 @@ class Updates(ABC):
         else:
             # the update that was clipped is given up, by whoever cleared its gradients
             self.forget_marks()
+
+    @abstractmethod
+    def _is_marked(self) -> bool:
+        """Whether there is anything that `forget_marks` would forget."""
 
     def forget_marks(self) -> None:
         """What clippings found out of the gradients is of no use any more."""

@@ -166,7 +166,7 @@ class Keeper:
                 return status
             if self.deadline is not None and now >= self.deadline:
                 self._kill_group()
-            if exiting_since is None and os.path.exists(os.path.join(self.own_folder, "failure.json")):
+            if exiting_since is None and self._failing():
                 exiting_since = now
             # a rank whose script has failed may hang in its exit handlers, and with it the whole run
             if exiting_since is not None and now - exiting_since > self.grace_s:
@@ -189,7 +189,9 @@ class Keeper:
             grace_s = min(self.grace_s, FAILURE_GRACE_S) if self.other_failed() else self.grace_s
             self.deadline = now + grace_s
             # when one rank has ended as SIGUSR1 asked it to, the agent's SIGTERM to the others says nothing new
-            if not (self.asked_by and os.path.exists(os.path.join(self.attempt_folder, "asked"))):
+            asked = self.asked_by and os.path.exists(os.path.join(self.attempt_folder, "asked"))
+            # a rank whose script has failed is on its way out; others may fail of that, and be seen to end, before it
+            if not asked and not self._failing():
                 self._signal(number)
         elif now - self.stopped_at > _SAME_REQUEST_S.get(
             signal.Signals(self.stopped_by), _SAME_REQUEST_DEFAULT_S
@@ -211,6 +213,10 @@ class Keeper:
         self.deadline = None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def _failing(self) -> bool:
+        """Whether an exception has left the rank's script."""
+        return os.path.exists(os.path.join(self.own_folder, "failure.json"))
 
     def other_failed(self) -> bool:
         """Whether another rank of this attempt has failed already; from then on stderr is held back."""

@@ -297,6 +297,27 @@ def test_numbers_that_change_lead_nowhere_else(filmed_loop, monkeypatch):
     assert len(walks) == 2
 
 
+def test_a_private_number_in_a_slot(filmed_loop):
+    class Held:
+        __slots__ = ("__k",)
+
+        def __init__(self):
+            self.put(2.0)
+
+        def put(self, k):
+            self.__k = k
+
+        def times(self, x):
+            return x * self.__k
+
+    held = Held()
+
+    def plain(x):
+        return held.times(x)
+
+    follow(filmed_loop().capture(plain, mode="graph"), plain, {6: lambda: held.put(5.0)})
+
+
 def test_an_object_that_comes_back_may_hold_other_values(filmed_loop):
     a, b = types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
     used = a

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hotloop.capture.identities import MOST_ITEMS, SCALARS, alike
+from hotloop.capture.reading import slots_of
 from hotloop.nested import is_store, rebuilt
 
 __all__ = ["Opened", "carried"]
@@ -150,18 +151,6 @@ def _fields_of(kind: Any) -> tuple[str, ...]:
     return () if issubclass(kind, Mapping) else tuple(f.name for f in dataclasses.fields(kind))
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    """Attributes of its objects that lie in no `__dict__`, but for fields."""
-    found: list[str] = []
-    for one in kind.__mro__:
-        slots = vars(one).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{one.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(s for s in found if s not in ("__dict__", "__weakref__", *_fields_of(kind)))
-
-
 def _contents(thing: Any) -> dict[Any, Any] | None:
     """Items or fields of an object; None for one that is left whole."""
     if isinstance(thing, Mapping):
@@ -179,7 +168,7 @@ def carried(thing: Any, contents: Mapping[Any, Any]) -> dict[str, Any]:
     own: Mapping[str, Any] = thing.__dict__ if kind.__dictoffset__ else {}
     if own is thing:
         return {}
-    slots = _slots_of(kind)
+    slots = [name for name in slots_of(kind) if name not in _fields_of(kind)]
     if slots:
         own = {**own, **{s: getattr(thing, s) for s in slots if hasattr(thing, s)}}
     if not isinstance(thing, Mapping):

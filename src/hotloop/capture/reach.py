@@ -14,7 +14,7 @@ from torch import nn
 
 from hotloop.capture.identities import CONTAINERS, MOST_ITEMS, SCALARS, Identities
 from hotloop.capture.places import Places, forward_names
-from hotloop.capture.reading import names_in
+from hotloop.capture.reading import names_in, slots_of
 from hotloop.capture.reasons import is_library
 
 __all__ = ["HOOKS", "Attributes", "Reach", "Watch", "reach"]
@@ -235,7 +235,7 @@ class Reach:
                 self._follow(f"an item of {name}", inner, depth + 1)
 
     def _add_object(self, name: str, value: Any, depth: int) -> None:
-        kind = type(value)
+        kind: Any = type(value)
         package = _package(kind.__module__)
         if package in _SKIPPED_PACKAGES and package != self._home:
             return
@@ -250,7 +250,7 @@ class Reach:
             self._add_attributes(name, attributes, self._is_read, depth)
             if len(attributes) <= _MOST_COUNTED:
                 self.places.add(len, attributes)
-        for key in sorted(self._all & set(_slots_of(kind))):
+        for key in sorted(self._all & set(slots_of(kind))):
             get = functools.partial(getattr, value, key, None)
             self._add_value(f"{name}.{key}", get, depth + 1)
             if hasattr(value, key):
@@ -383,14 +383,6 @@ def _cell_value(cell: types.CellType) -> Any:
 
 def _default(function: Any, index: int) -> Any:
     return function.__defaults__[index]
-
-
-def _slots_of(kind: type) -> list[str]:
-    found: list[str] = []
-    for one in kind.__mro__:
-        slots = vars(one).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else list(slots)
-    return [s for s in found if s not in ("__dict__", "__weakref__")]
 
 
 def _function_of(member: Any) -> Any:

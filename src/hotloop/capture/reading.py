@@ -6,9 +6,9 @@ import dis
 import functools
 import sys
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Names", "names_in"]
+__all__ = ["Names", "names_in", "slots_of"]
 
 # From 3.12 on the lowest bit of an attribute's argument says that it is called as a method.
 _METHOD_BIT = sys.version_info >= (3, 12)
@@ -55,3 +55,15 @@ def names_in(code: types.CodeType) -> Names:
             every |= inner.all
             values |= inner.values
     return Names(frozenset(scope), frozenset(every), frozenset(values))
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Attributes of a class's objects that lie in no `__dict__`, by the names that code has for them."""
+    found: list[str] = []
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{one.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(s for s in found if s not in ("__dict__", "__weakref__"))

@@ -1,4 +1,4 @@
-"""Structures of tensors: tuples, lists, mappings, named tuples, dataclasses, in any nesting."""
+"""Tensors, where they lie, and structures of them: tuples, lists, mappings, dataclasses and so on, in any nesting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_store", "map_tensors", "rebuilt", "tensors_of"]
+__all__ = ["is_store", "map_tensors", "memory_of", "rebuilt", "tensors_of"]
 
 
 def map_tensors(structure: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -130,3 +130,11 @@ def tensors_of(structure: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         for field in dataclasses.fields(structure):
             yield from tensors_of(getattr(structure, field.name))
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory that a tensor lies in begins; None if it has none of its own, or several pieces."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -75,14 +75,8 @@ def test_momentum_begins_at_zero_which_is_torchs_first_step():
     assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("bad", [{0}, {1, 2}, {0, 3}])
-def test_masked_steps_leave_no_trace(name, bad):
-    p, q = parameter(), parameter()
-    ours, theirs = OPTIMIZERS[name](p), OPTIMIZERS[name](q)
-    if choose_route(ours, "stop") != "masked":
-        pytest.skip("counts its steps on the host")
-    masked = MaskedStep(ours, ours.step, "stop")
+def step_beside(masked, p, theirs, q, bad):
+    """Five steps, those of `bad` refused, beside an optimizer that does not meet them."""
     for i in range(5):
         value = float("nan") if i in bad else 0.5 + i
         p.grad = torch.full((2,), value)
@@ -91,6 +85,17 @@ def test_masked_steps_leave_no_trace(name, bad):
             q.grad = torch.full((2,), value)
             theirs.step()
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("bad", [{0}, {1, 2}, {0, 3}])
+def test_masked_steps_leave_no_trace(name, bad):
+    p, q = parameter(), parameter()
+    ours, theirs = OPTIMIZERS[name](p), OPTIMIZERS[name](q)
+    if choose_route(ours, "stop") != "masked":
+        pytest.skip("counts its steps on the host")
+    masked = MaskedStep(ours, ours.step, "stop")
+    step_beside(masked, p, theirs, q, bad)
     for ours_state, theirs_state in zip(ours.state.values(), theirs.state.values(), strict=True):
         for key, value in theirs_state.items():
             if isinstance(value, torch.Tensor):
@@ -142,14 +147,7 @@ def test_state_that_each_step_makes_anew_is_selected_back(bad):
     p, q = parameter(), parameter()
     ours, theirs = Anew([p]), Anew([q])
     masked = MaskedStep(ours, ours.step, "skip")
-    for i in range(5):
-        value = float("nan") if i in bad else 0.5 + i
-        p.grad = torch.full((2,), value)
-        masked(torch.tensor(float(i in bad)))
-        if i not in bad:
-            q.grad = torch.full((2,), value)
-            theirs.step()
-        assert torch.equal(p, q)
+    step_beside(masked, p, theirs, q, bad)
     assert all(torch.equal(ours.state[p][key], theirs.state[q][key]) for key in ("mean", "past"))
 
 

@@ -15,6 +15,7 @@ from hotloop.capture.arguments import Opened
 from hotloop.capture.graphs import Recording
 from hotloop.capture.identities import SCALARS
 from hotloop.capture.ports import Port, can_be_port
+from hotloop.nested import memory_of
 from hotloop.state import Landing
 
 __all__ = ["Entry", "describe", "only_objects", "only_tensors"]
@@ -121,7 +122,7 @@ class Entry:
         self.single = isinstance(result, torch.Tensor)
         self.effects = effects
         results = only_tensors(self.outputs)
-        self._lent = (set(map(_memory, self.inputs)) & set(map(_memory, results))) - {None}
+        self._lent = (set(map(memory_of, self.inputs)) & set(map(memory_of, results))) - {None}
         versions = enumerate(zip(self.inputs, self._versions, strict=True))
         self.written = [i for i, (place, version) in versions if _version(place) != version]
         after = [p.grad for p in self.parameters]
@@ -187,7 +188,7 @@ class Entry:
         self._aside.clear()
         if self._lent:
             # one copied in may be where another is read
-            tensors = [t.clone() if _memory(t) in self._lent else t for t in tensors]
+            tensors = [t.clone() if memory_of(t) in self._lent else t for t in tensors]
             self._aside.extend(tensors)
         if self.ports:
             for port, place, tensor in zip(self.ports, inputs, tensors, strict=True):
@@ -216,7 +217,7 @@ class Entry:
 
     def does_as_given(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a replay does to `tensors` what the step does: not if it writes some, and several are one memory."""
-        return not self.written or len(set(map(_memory, tensors))) == len(tensors)
+        return not self.written or len(set(map(memory_of, tensors))) == len(tensors)
 
     def written_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Arguments that the step writes, each with what a replay writes in its place; padded ones are copies."""
@@ -289,14 +290,6 @@ def only_objects(leaves: list[Any]) -> list[Any]:
     """What is neither a tensor nor known by its value or its name, in order."""
     plain = (torch.Tensor, enum.Enum, type, *SCALARS)
     return [leaf for leaf in leaves if not isinstance(leaf, plain)]
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    """Where the memory that a tensor lies in begins; None if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 def _version(tensor: torch.Tensor) -> int:

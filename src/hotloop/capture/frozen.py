@@ -111,7 +111,7 @@ class Frozen:
                 "freezes Python values. Pass it as a tensor argument, or keep it in `loop.scalar(name)`"
             )
         self.changed = changed
-        self.fingerprint = self._look()
+        self.fingerprint = self._look() if fresh is self.fingerprint else fresh
         return self._add()
 
     def _add(self) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from hotloop.errors import KernelError
 from hotloop.kernels.trial import Inputs, as_tuple, cases, check, check_capture, learns, time_call
+from hotloop.nested import memory_of
 
 __all__ = ["RegisteredKernel", "register"]
 
@@ -192,11 +193,6 @@ def _device(kind: str) -> torch.device | None:
     return torch.device(kind, 0) if module is not None and module.is_available() else None
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Where its memory begins; one without any stands for itself."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)
-
-
 @contextmanager
 def _autograd_inside() -> Iterator[None]:
     """An operator's own code runs below autograd; this brings it back there."""
@@ -223,11 +219,12 @@ def _make_operator(
     def run(*args: Any) -> Any:
         result = choose(args)(*args)
         # an operator's results are memory of their own; a twin may hand an input through, or a part of it, or one twice
-        known = {_memory(a) for a in args if isinstance(a, torch.Tensor)}
+        known = {memory_of(a) or id(a) for a in args if isinstance(a, torch.Tensor)}
         fresh = []
         for r in as_tuple(result):
-            fresh.append(r.clone() if _memory(r) in known else r)
-            known.add(_memory(r))
+            place = memory_of(r) or id(r)
+            fresh.append(r.clone() if place in known else r)
+            known.add(place)
         return tuple(fresh) if isinstance(result, tuple | list) else fresh[0]
 
     made = torch.library.custom_op(f"{_NAMESPACE}::{name}", run, mutates_args=(), schema=schema)

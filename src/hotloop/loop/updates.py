@@ -103,20 +103,13 @@ class Updates(ABC):
     def _forgetting(self, zero: Callable[..., None]) -> Callable[..., None]:
         """`zero`, and what is known of the gradients that it clears goes with them."""
         optimizer, own = self.optimizer, vars(self.optimizer)
-        short = zero == self._forget_gradients
 
         def clear(set_to_none: bool = True) -> None:
             if self._is_marked():
                 self.forget_marks()
             if "_hotloop_masters" in own:
                 own["_hotloop_masters"].put_back(optimizer)
-            if short and set_to_none:
-                # as `_forget_gradients`; a call costs more than what it does to a small model
-                for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        p.grad = None
-            else:
-                zero(set_to_none)
+            zero(set_to_none)
 
         return clear
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hotloop.errors import OptimizerError, SettingError
-from hotloop.optim.rates import Rate
+from hotloop.optim.rates import ROUNDING, Rate
 
 __all__ = ["RateScheduler"]
 
@@ -241,7 +241,7 @@ class RateScheduler(LRScheduler):
 
     def _go_on_from(self, time: float) -> None:
         """Count from the first update that begins at `time` or later."""
-        slack = 1e-12 * time
+        slack = ROUNDING * time
         if abs(self.time - time) <= slack:
             return
         made = max(self.last_epoch, 0)

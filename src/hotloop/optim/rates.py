@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotloop.optim.rate_scheduler import RateScheduler
 
 __all__ = [
+    "ROUNDING",
     "SHAPES",
     "UNITS",
     "Piece",
@@ -36,7 +37,7 @@ __all__ = [
 UNITS = ("steps", "epochs", "samples", "tokens")
 
 # What a time that is a product or a sum of many may be short of a border that it is to have reached, of itself.
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
 
 # Value at u = (time in the piece) / span, between a at u = 0 and b at u = 1.
 SHAPES: dict[str, Callable[[float, float, float], float]] = {
@@ -138,7 +139,7 @@ class Rate:
         """The value at time `t` (in `unit`, from 0)."""
         t = max(t, 0.0)
         # 49 steps of 1 / 49 of an epoch are an epoch, though their product is a rounding error less
-        slack = _ROUNDING * t
+        slack = ROUNDING * t
         for piece in self.pieces:
             if t < piece.length - slack:
                 return piece(t)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.nested import tensors_of
+from hotloop.nested import memory_of, tensors_of
 
 __all__ = ["Landing", "Tape"]
 
@@ -83,12 +83,12 @@ class _Guard(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor], optimizer: str) -> None:
         super().__init__()
-        self._memory = {_memory(t) for t in tensors}
+        self._memory = {memory_of(t) or id(t) for t in tensors}
         self._optimizer = optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_memory(t) in self._memory for t in tensors_of((args, kwargs))):
+        if any((memory_of(t) or id(t)) in self._memory for t in tensors_of((args, kwargs))):
             raise RuntimeError(
                 f"{_told(self._optimizer)}, and the step goes on with its parameters: end the step with the update"
             )
@@ -97,11 +97,3 @@ class _Guard(TorchDispatchMode):
 
 def _told(optimizer: str) -> str:
     return f"{optimizer} steps after each launch, since its step cannot be recorded"
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Where its memory begins; one without any, or of several pieces, stands for itself."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
